@@ -8,6 +8,7 @@ compute_memory — Memory of one graph's compute, an upper bound: saved activati
 fold_blocks — Folding of a summary: lines that repeat from block to block of a model are printed once. `summary` calls it.
 gather_stages — Stages of a schedule: runs of adjacent gathers, and the stages at which their units are released.
 keepable_units — Units that a forward gathers and its backward would gather again.
+library_memory — Memory that kernels of PyTorch take on the CPU beside their results.
 liveness — Memory of the values that compute makes, region by region. `step_problem` calls it.
 memory_needs — Minimum device memory of a graph's schedule. The backend calls it; the plan budgets with its result.
 planned_graph — A plan as passes look things up in it: by the parameters and regions of one graph.

@@ -29,7 +29,9 @@ from zinf_compile.passes.graph.remade import is_dropped
 from zinf_compile.passes.graph.token_loop import SumOut, TokenLoop
 
 from .compute_account import ComputeAccount, ForwardValues, Stretch
-from .compute_graph import ATTENTIONS, CONVOLUTIONS, ComputeGraph, hint_of, tensors_of
+from .compute_graph import ComputeGraph, tensors_of
+from .library_memory import library_bytes
+from .saved_memories import bytes_together
 
 _MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_random_state, ops.keep_for_backward})
 """Operators of the schedule whose results are memory of compute's."""
@@ -181,7 +183,7 @@ class _Account:
             self._memories[node] = tuple(dict.fromkeys(m for value in moved for m in self._memories.get(value, ())))
         elif node.target is ops.swap_values_in and node.args[2] == Tier.DEVICE:
             memory = (node, 0)
-            self._bytes[memory] = sum(map(self._graph.bytes, tensors_of(values_behind(node))))
+            self._bytes[memory] = round_up(bytes_together(values_behind(node)), self._graph.align)
             self._born[memory] = self._dies[memory] = self._place[node]
             self._memories[node] = (memory,)
         elif node.target is ops.wait_value and isinstance(values, fx.Node) and values.target is ops.swap_values_in:
@@ -251,9 +253,8 @@ class _Account:
         """Return what an operator takes beside its results: a loop over tokens, or a library as far as that is known."""
         known = self._graph.scratch
         if node not in known:
-            known[node] = (
-                _slice(node.target, node, self._graph) if isinstance(node.target, TokenLoop) else _library(node, self._graph)
-            )
+            target, graph = node.target, self._graph
+            known[node] = _slice(target, node, graph) if isinstance(target, TokenLoop) else library_bytes(node, graph)
         return known[node]
 
 
@@ -270,16 +271,3 @@ def _slice(loop: TokenLoop, node: fx.Node, outer: ComputeGraph) -> int:
         if not can_view(value, (-1, *value.shape[form.lead :])):
             most += round_up(format_of(value.dtype).bytes(hinted_numel(value)), graph.align)
     return most
-
-
-def _library(node: fx.Node, graph: ComputeGraph) -> int:
-    packet = getattr(node.target, "overloadpacket", None)
-    if graph.device.type != "cpu" or packet is None:
-        return 0
-    if packet in CONVOLUTIONS:  # oneDNN's copies of what it reads, in layouts of its own
-        return sum(map(graph.bytes, tensors_of(node.all_input_nodes)))
-    if packet in ATTENTIONS:  # of each thread, a block of scores and its part of the results
-        query, key = list(tensors_of(node.all_input_nodes[:3]))[-3:-1]
-        rows, columns = min(256, hint_of(query.shape[-2])), min(512, hint_of(key.shape[-2]))
-        return torch.get_num_threads() * 4 * (2 * rows * columns + 3 * max(rows, columns) * hint_of(query.shape[-1]))
-    return 0
