@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from capped_blocks import ROWS, VALUE, WIDTH, WORDS, Run, keep_all, least, same
+from capped_blocks import ROWS, VALUE, WIDTH, WORDS, Run, keep_all, least, machine, same
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, PlanError
-from zinf_compile.plan.profile import Drive, Profile, Rate
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -60,6 +59,17 @@ def test_what_compute_hides_moves_and_of_the_rest_some_is_made_again(on_drive: d
         assert run.held_at_most() <= cap
 
 
+def test_some_blocks_run_again_and_some_values_move(on_drive: dict[str, Any], tmp_path: Path) -> None:
+    """Beside a drive that moves a part of what has to leave in the time of compute."""
+    options = {**on_drive, "machine": str(machine(tmp_path / "machine.json", drive=4e9))}
+    cap = least({**on_drive, "activations": "nvme"}) + 15 * VALUE
+    run = Run({**options, "device_memory": cap})
+    run.step()
+    assert same(run, keep_all())
+    assert min(run.decided.values()) > 0
+    assert run.held_at_most() <= cap
+
+
 def test_the_rates_of_the_machine_decide(on_drive: dict[str, Any], tmp_path: Path) -> None:
     """What leaves moves to a drive that is fast, and runs again where it is slow."""
     cap = least({**WORDS, "activations": "keep"}) - 4 * VALUE
@@ -72,22 +82,6 @@ def test_the_rates_of_the_machine_decide(on_drive: dict[str, Any], tmp_path: Pat
         assert same(run, expected)
     with pytest.raises(PlanError, match="machine 'nowhere' is no shipped profile"):
         Run({"machine": "nowhere"}).step()
-
-
-def machine(file: Path, *, drive: float) -> Path:
-    """Write the profile of a machine whose drive moves so many bytes per second."""
-    rate = Rate(read_bytes_per_second=drive, write_bytes_per_second=drive)
-    profile = Profile(
-        name="a machine",
-        device_memory_bytes=1 << 34,
-        flops_per_second={"float32": 2e11},
-        reached=1.0,
-        device_bytes_per_second=2e10,
-        host_is_device=True,
-        drive=Drive(rates=(rate,)),
-    )
-    file.write_text(profile.to_json())
-    return file
 
 
 def test_blocks_that_take_long_are_not_run_again(on_drive: dict[str, Any]) -> None:

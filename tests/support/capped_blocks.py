@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.errors import BudgetError
+from zinf_compile.plan.profile import Drive, Profile, Rate
 from zinf_compile.sharded.parameter import ShardedParameter
 
 ROWS, WIDTH, BLOCKS = 1024, 64, 8
@@ -143,3 +145,19 @@ _kept: dict[str, Kept] = {}
 def same(run: Run, other: Run | Kept) -> bool:
     """Return whether both have the same bits."""
     return run.losses == other.losses and all(map(torch.equal, run.values, other.values))
+
+
+def machine(file: Path, *, drive: float) -> Path:
+    """Write the profile of a machine whose drive moves so many bytes per second."""
+    rate = Rate(read_bytes_per_second=drive, write_bytes_per_second=drive)
+    profile = Profile(
+        name="a machine",
+        device_memory_bytes=1 << 34,
+        flops_per_second={"float32": 2e11},
+        reached=1.0,
+        device_bytes_per_second=2e10,
+        host_is_device=True,
+        drive=Drive(rates=(rate,)),
+    )
+    file.write_text(profile.to_json())
+    return file
