@@ -140,17 +140,13 @@ class _Account:
 
     def _live(self) -> list[tuple[int, int]]:
         """Return the bytes of activations and of temporaries at each node, without gradients that may stay."""
-        changes = [[0, 0] for _ in range(len(self._nodes) + 1)]
+        more_kept, more = [0] * (len(self._nodes) + 1), [0] * (len(self._nodes) + 1)
         for memory, size in self._bytes.items():
-            kind = memory not in self._kept
-            changes[self._born[memory]][kind] += size
-            changes[self._dies[memory] + 1][kind] -= size
-        kept = temporaries = 0
-        live = []
-        for node, (more_kept, more) in zip(self._nodes, changes, strict=False):
-            kept, temporaries = kept + more_kept, temporaries + more
-            live.append((kept, temporaries + self._scratch(node)))
-        return live
+            changes = more if memory not in self._kept else more_kept
+            changes[self._born[memory]] += size
+            changes[self._dies[memory] + 1] -= size
+        sums = zip(self._nodes, itertools.accumulate(more_kept), itertools.accumulate(more), strict=False)
+        return [(kept, temporaries + self._scratch(node)) for node, kept, temporaries in sums]
 
     def _enter(self, node: fx.Node, shared: Mapping[fx.Node, tuple[str, int]]) -> None:
         """Note the memories of a node's value, which live until its last reader."""

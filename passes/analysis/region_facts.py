@@ -87,10 +87,10 @@ def operations_of(node: fx.Node) -> int:
     return int(found) if isinstance(found, int) else 0
 
 
-def _with_equal_heads(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Expand keys and values that several heads share to one per head, as the formula expects."""
+def _with_equal_heads(values: Sequence[torch.Tensor]) -> list[torch.Size]:
+    """Return the shapes, of keys and values that several heads share as if each had its own: the formula expects that."""
     heads = values[0].shape[1]
-    return [v if v.shape[1] == heads else v[:, :1].expand(-1, heads, -1, -1) for v in values]
+    return [torch.Size((v.shape[0], heads, *v.shape[2:])) for v in values]
 
 
 def owners_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
