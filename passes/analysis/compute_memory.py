@@ -14,7 +14,6 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from zinf_compile.ir import ops
