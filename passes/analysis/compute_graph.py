@@ -15,7 +15,7 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.ir.sizes import round_up
 from zinf_compile.passes.graph.alias import aliased_inputs, is_elementwise, is_view
-from zinf_compile.passes.graph.node_facts import starts_region
+from zinf_compile.passes.graph.node_facts import hinted_numel, starts_region
 from zinf_compile.passes.graph.remade import is_result
 from zinf_compile.passes.graph.token_loop import is_token_loop
 
@@ -96,6 +96,10 @@ class ComputeGraph:
     def bytes(self, tensor: torch.Tensor) -> int:
         """Return what a traced tensor takes of an allocator."""
         return round_up(extent_bytes(tensor), self.align)
+
+    def bytes_of_copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+        """Return what a copy of a traced tensor takes, without gaps and in a data type."""
+        return round_up(format_of(dtype).bytes(hinted_numel(tensor)), self.align)
 
     def fused_run(self, place: int) -> Run:
         """Return the nodes that a compiler may fuse with the one at a place."""

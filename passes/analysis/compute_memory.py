@@ -23,7 +23,7 @@ from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import round_up
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.build_nodes import can_view
-from zinf_compile.passes.graph.node_facts import hinted_numel, slot_behind, slot_of, values_behind
+from zinf_compile.passes.graph.node_facts import slot_behind, slot_of, values_behind
 from zinf_compile.passes.graph.remade import is_dropped
 from zinf_compile.passes.graph.token_loop import SumOut, TokenLoop
 
@@ -141,7 +141,7 @@ class _Account:
         """Return the bytes of activations and of temporaries at each node, without gradients that may stay."""
         more_kept, more = [0] * (len(self._nodes) + 1), [0] * (len(self._nodes) + 1)
         for memory, size in self._bytes.items():
-            changes = more if memory not in self._kept else more_kept
+            changes = more_kept if memory in self._kept else more
             changes[self._born[memory]] += size
             changes[self._dies[memory] + 1] -= size
         sums = zip(self._nodes, itertools.accumulate(more_kept), itertools.accumulate(more), strict=False)
@@ -264,5 +264,5 @@ def _slice(loop: TokenLoop, node: fx.Node, outer: ComputeGraph) -> int:
             most += round_up(format_of(out.summed_in).bytes(math.prod(out.shape)), graph.align)
     for value, form in zip(tensors_of(node.all_input_nodes), loop.rows, strict=False):
         if not can_view(value, (-1, *value.shape[form.lead :])):
-            most += round_up(format_of(value.dtype).bytes(hinted_numel(value)), graph.align)
+            most += graph.bytes_of_copy(value, value.dtype)
     return most

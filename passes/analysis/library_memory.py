@@ -47,14 +47,14 @@ def _by_itself(node: fx.Node, packet: object, graph: ComputeGraph) -> int:
     """Return the same of an operator that no compiler has fused with others."""
     inputs = list(tensors_of(node.all_input_nodes))
     if packet in DROPOUTS:  # the mask as numbers
-        return _as_type(inputs[0], inputs[0].dtype, graph)
+        return graph.bytes_of_copy(inputs[0], inputs[0].dtype)
     if packet is aten.clone:
         return _block(inputs[0])
     strided = [value for value in inputs if packet in IN_ROWS and not _is_in_rows(value)]
-    copied = sum(_as_type(value, value.dtype, graph) + _block(value) for value in strided)
+    copied = sum(graph.bytes_of_copy(value, value.dtype) + _block(value) for value in strided)
     if packet is aten._safe_softmax:  # which scores are masked, and of which rows all
         rows = hinted_numel(inputs[0]) // max(1, hint_of(inputs[0].shape[node.args[1]]))  # type: ignore[index]
-        return copied + _as_type(inputs[0], torch.bool, graph) + round_up(rows, graph.align)
+        return copied + graph.bytes_of_copy(inputs[0], torch.bool) + round_up(rows, graph.align)
     if packet is aten.where or is_cast(node) or not is_elementwise(node):
         return copied
     return _converted(inputs, node.meta.get("val"), graph)
@@ -68,11 +68,7 @@ def _converted(inputs: list[torch.Tensor], result: object, graph: ComputeGraph) 
     if not types:
         return 0
     computed = functools.reduce(torch.promote_types, types)
-    return sum(_as_type(value, computed, graph) for value in inputs if value.ndim and value.dtype != computed)
-
-
-def _as_type(value: torch.Tensor, dtype: torch.dtype, graph: ComputeGraph) -> int:
-    return round_up(format_of(dtype).bytes(hinted_numel(value)), graph.align)
+    return sum(graph.bytes_of_copy(value, computed) for value in inputs if value.ndim and value.dtype != computed)
 
 
 def _block(value: torch.Tensor) -> int:
