@@ -131,11 +131,14 @@ def seconds_of_region(nodes: Sequence[fx.Node], owners: Mapping[fx.Node, fx.Node
 
     `owners`: those of the memory of the graph's values.
     """
-    computing, moved = 0.0, bytes_of_region(nodes, owners)
-    for node in nodes:
-        if operations := operations_of(node):
-            computing += operations / facts.flops_per_second(type_of(node))
-    return facts.launch_seconds + max(computing, moved / facts.bytes_per_second)
+    moved = bytes_of_region(nodes, owners)
+    return facts.launch_seconds + max(operation_seconds(nodes, facts), moved / facts.bytes_per_second)
+
+
+def operation_seconds(nodes: Sequence[fx.Node], facts: StepFacts) -> float:
+    """Return the seconds of some nodes' operations, each in its own type."""
+    counted = ((node, operations_of(node)) for node in nodes)
+    return sum(operations / facts.flops_per_second(type_of(node)) for node, operations in counted if operations)
 
 
 def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], facts: StepFacts) -> Iterator[Unit]:

@@ -29,7 +29,7 @@ from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.graph.remade import remaking
 from zinf_compile.plan.fill_homes import Excess
 from zinf_compile.plan.rates import Rates
-from zinf_compile.plan.recompute import Outcome, best_share, shares
+from zinf_compile.plan.recompute import Outcome, best_share, may_be_best, shares, worst_of
 from zinf_compile.plan.saved_homes import Saving, a_few, may_leave
 from zinf_compile.sharded.allowed_homes import may_remake, saved_tiers
 from zinf_compile.sharded.budget import GraphBudget
@@ -154,25 +154,39 @@ class _Decision:
         agreed = self._budget.context.memory.reservations.remade
         key: Hashable = self._budget.signature, *map(ahead_key, base.scheduled)
         if self._context.size > 1 and not self._together:
-            self._weigh(account, [agreed.get(key, 0)])
+            if count := agreed.get(key, 0):
+                self._weigh(account, count)
             return self._found[-1]
         outcome = base.outcome(self._placements, account)
+        worst = self._worst([outcome])
         if self._any_rank(bool(outcome.lacking) or outcome.busiest > account.least_seconds):
-            self._weigh(account, shares(self._blocks().blocks))
-        chosen = base
-        if len(self._found) > 1:
-            if self._homes is not None:
-                choices = [a_few(each.choices, most=FEW) if each.blocks else a_few(each.choices) for each in self._found]
-                self._placements = self._homes.decide(account, self._fit_of, list(itertools.chain(*choices)))
-            outcomes = [each.outcome(self._placements, account) for each in self._found]
-            chosen = self._found[best_share(self._of_ranks(outcomes))]
+            worst += self._weigh_shares(account, worst)
+        if self._homes is not None and len(self._found) > 1:
+            choices = [a_few(each.choices, most=FEW) if each.blocks else a_few(each.choices) for each in self._found]
+            self._placements = self._homes.decide(account, self._fit_of, list(itertools.chain(*choices)))
+            worst = self._worst([each.outcome(self._placements, account) for each in self._found])
+        chosen = self._found[best_share(worst)]
         if not self._budget.measuring:
             agreed[key] = chosen.blocks
         return chosen
 
-    def _weigh(self, account: StepAccount, blocks: Sequence[int]) -> None:
-        base = self._found[0]
-        self._found += [base.again(self._blocks(), count, account) for count in blocks if count]
+    def _weigh_shares(self, account: StepAccount, kept: Sequence[Outcome]) -> list[Outcome]:
+        """Weigh shares from the smallest on, while one more could be best; return what each leads to where that is worst.
+
+        `kept`: the same without blocks that run again. What a share runs again takes its time, wherever all else goes.
+        """
+        blocks, found = self._blocks(), list[Outcome]()
+        counts = shares(blocks.blocks)
+        seconds = [account.least_seconds_again(blocks.compute_of(count)) for count in counts]
+        for count, least in zip(counts, self._worst([Outcome(0.0, each, 0.0) for each in seconds]), strict=True):
+            if not may_be_best(least, [*kept, *found]):
+                break
+            self._weigh(account, count)
+            found += self._worst([self._found[-1].outcome(self._placements, account)])
+        return found
+
+    def _weigh(self, account: StepAccount, count: int) -> None:
+        self._found.append(self._found[0].again(self._blocks(), count, account))
 
     def _blocks(self) -> Remakable:
         """Return the blocks that could run again."""
@@ -185,13 +199,13 @@ class _Decision:
     def _any_rank(self, mine: bool) -> bool:
         return bool(largest_of_ranks(self._context, int(mine), what="room for saved values")) if self._together else mine
 
-    def _of_ranks(self, outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
-        """Return what each share leads to, of each rank."""
-        if not self._together:
-            return [list(outcomes)]
+    def _worst(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return what each share leads to on the rank where that is worst."""
+        if not (self._together and outcomes):
+            return list(outcomes)
         mine = torch.tensor(outcomes, dtype=torch.float64).flatten()
         rows = self._context.ranks.exchange(mine, what="what is computed again").tolist()
-        return [[Outcome(*row[at : at + 3]) for at in range(0, len(row), 3)] for row in rows]
+        return worst_of([[Outcome(*row[at : at + 3]) for at in range(0, len(row), 3)] for row in rows])
 
     def _decided(self, moving: tuple[SavedMemory, ...]) -> MemoryDecision:
         graphs, saved = self._cut.graphs, list(self._cut.saved)

@@ -51,6 +51,10 @@ class Remakable:
         """The number of blocks that could run again."""
         return len(self._all.blocks)
 
+    def compute_of(self, blocks: int) -> list[Sequence[fx.Node]]:
+        """Return the forward's compute that runs again where the first blocks do."""
+        return [self._compute.nodes[number] for block in self._all.blocks[:blocks] for number in block]
+
     def plan(self, forward: fx.GraphModule, backward: fx.GraphModule, blocks: int) -> None:
         """Let the first blocks run again: give the backward what they are made from, and mark them in both graphs.
 

@@ -12,7 +12,7 @@ from zinf_compile.ir.placements import KINDS, Placements
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.run_again import cost_again
 from zinf_compile.passes.analysis.step_facts import StepFacts
-from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
+from zinf_compile.passes.analysis.step_problem import operation_seconds, step_problem, unit_members
 from zinf_compile.plan.fill_together import nearest, seconds_at, together_seconds
 from zinf_compile.plan.memory_model import adam_states
 from zinf_compile.plan.plan import Homes
@@ -72,6 +72,10 @@ class StepAccount:
     def again(self, scheduled: Sequence[fx.Graph], blocks: int) -> Again:
         """Return what it takes beside that so many blocks run again, as they do in these graphs."""
         return cost_again(self._scheduled, scheduled, self._facts, self.members, blocks=blocks)
+
+    def least_seconds_again(self, compute: Sequence[Sequence[fx.Node]]) -> float:
+        """Return seconds that no step takes less than in which this compute of the forward runs again."""
+        return self.problem.compute_seconds + sum(operation_seconds(nodes, self._facts) for nodes in compute)
 
 
 def _facts(context: Context, placements: Placements, rates: Rates, allowed: Mapping[str, tuple[Tier, ...]] | None) -> StepFacts:

@@ -47,13 +47,22 @@ def shares(count: int) -> tuple[int, ...]:
     return tuple(sorted({-(-count * part // SHARES) for part in range(1, SHARES + 1)})) if count else ()
 
 
-def best_share(ranks: Sequence[Sequence[Outcome]]) -> int:
-    """Return which of some shares is best for all ranks, given what each leads to on each of them.
+def worst_of(ranks: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """Return for each share what it leads to where that is worst, given what each rank has found for all of them."""
+    return [Outcome(*map(max, zip(*outcomes, strict=True))) for outcomes in zip(*ranks, strict=True)]
+
+
+def best_share(worst: Sequence[Outcome]) -> int:
+    """Return which of some shares is best for all ranks, given what each leads to where that is worst.
 
     One with which a step fits everywhere and takes least where it takes longest; where none fits, the one that lacks least.
     """
-    worst = [Outcome(*map(max, zip(*outcomes, strict=True))) for outcomes in zip(*ranks, strict=True)]
     return min(range(len(worst)), key=lambda number: (*worst[number], number))
+
+
+def may_be_best(least: Outcome, worst: Sequence[Outcome]) -> bool:
+    """Return whether a share that leads to no less than `least` could be better than the best of those that were weighed."""
+    return least <= min(worst)
 
 
 def first_blocks(remake: Remake, compute: Sequence[Compute], count: int) -> Remake:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zinf_compile.ir.forward_compute import Compute, Remake
-from zinf_compile.plan.recompute import Outcome, best_share, choose_remake, first_blocks, shares
+from zinf_compile.plan.recompute import Outcome, best_share, choose_remake, first_blocks, may_be_best, shares, worst_of
 
 
 def block(name: str, number: int, *, repeatable: bool = True) -> Compute:
@@ -108,8 +108,17 @@ def test_shares_are_even_and_end_with_all() -> None:
 def test_ranks_take_the_share_that_fits_on_all_and_takes_least_where_it_takes_longest() -> None:
     quick = [Outcome(0, 1.0, 0.0), Outcome(0, 2.0, 0.0), Outcome(0, 3.0, 0.0)]
     short = [Outcome(9, 1.0, 0.0), Outcome(0, 2.5, 0.0), Outcome(0, 2.2, 0.0)]
-    assert best_share([quick]) == 0
-    assert best_share([short]) == 2
-    assert best_share([quick, short]) == 1
-    assert best_share([[Outcome(5, 1.0, 0.0), Outcome(3, 9.0, 0.0)], [Outcome(0, 1.0, 0.0), Outcome(4, 1.0, 0.0)]]) == 1
-    assert best_share([[Outcome(0, 1.0, 5.0), Outcome(0, 1.0, 4.0), Outcome(0, 1.0, 4.0)]]) == 1, "that moves least"
+    assert best_share(quick) == 0
+    assert best_share(short) == 2
+    assert best_share(worst_of([quick, short])) == 1
+    apart = [[Outcome(5, 1.0, 0.0), Outcome(3, 9.0, 0.0)], [Outcome(0, 1.0, 0.0), Outcome(4, 1.0, 0.0)]]
+    assert best_share(worst_of(apart)) == 1
+    assert best_share([Outcome(0, 1.0, 5.0), Outcome(0, 1.0, 4.0), Outcome(0, 1.0, 4.0)]) == 1, "that moves least"
+
+
+def test_a_share_that_takes_longer_than_the_best_by_its_compute_alone_is_not_the_best() -> None:
+    found = [Outcome(9, 1.0, 0.0), Outcome(0, 3.0, 1.0), Outcome(0, 2.0, 1.0)]
+    assert may_be_best(Outcome(0, 1.9, 0.0), found)
+    assert may_be_best(Outcome(0, 2.0, 0.0), found), "it may move less"
+    assert not may_be_best(Outcome(0, 2.1, 0.0), found)
+    assert may_be_best(Outcome(0, 99.0, 0.0), found[:1]), "what lacks no bytes is better than what does"
