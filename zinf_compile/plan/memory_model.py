@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -22,7 +22,7 @@ from zinf_compile.ir.placements import Placements, as_placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, Sides, round_up
 from zinf_compile.ir.tiers import Placement, Tier, Topology
-from zinf_compile.ir.tiling import tile_shape
+from zinf_compile.ir.tiling import Box, tile_shape
 
 from .compute_memory import NO_COMPUTE, ComputeMemory
 from .graph_plan import GraphMemory, GraphPlan
@@ -269,15 +269,19 @@ def _chunk_of(
 
     largest, sides = 0, Sides(0, 0)
     for columns, alike in itertools.groupby(trained, key=columns_of):
-        parts = [_parts_numel(slot, size) for slot in alike]
-        cuts = [list(itertools.accumulate(each))[:-1] for each in parts]
-        chunks = cut_chunks(
-            [sum(each) for each in parts], piece_numel=placement.piece_numel, chunk_numel=chunk_numel or None, cuts=cuts
-        )
-        end = max(map(chunk_end, chunks), default=0)
+        parts = tuple(_parts_numel(slot.numel, slot.tiles, size) for slot in alike)
+        end = _largest_chunk(parts, placement.piece_numel, chunk_numel or None)
         count = buffer_bytes(columns, end)  # more elements take no less
         largest, sides = max(largest, end), Sides(*map(max, sides, count))
     return largest, topology.counted(sides)
+
+
+@lru_cache(maxsize=256)
+def _largest_chunk(parts: tuple[tuple[int, ...], ...], piece_numel: int, chunk_numel: int | None) -> int:
+    """Return the elements of the largest chunk of shards with these parts; of many homes that are tried, most are in few groups."""
+    cuts = [list(itertools.accumulate(each))[:-1] for each in parts]
+    chunks = cut_chunks([sum(each) for each in parts], piece_numel=piece_numel, chunk_numel=chunk_numel, cuts=cuts)
+    return max(map(chunk_end, chunks), default=0)
 
 
 @cache
@@ -303,12 +307,13 @@ def _passing_gradients(
 
 
 def _part_numel(slot: ParameterSlot, size: int) -> int:
-    return max(_parts_numel(slot, size))
+    return max(_parts_numel(slot.numel, slot.tiles, size))
 
 
-def _parts_numel(slot: ParameterSlot, size: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def _parts_numel(numel: int, tiles: tuple[Box, ...], size: int) -> tuple[int, ...]:
     """Return the elements of a rank's shards of all tiles, or of the one shard of what isn't tiled."""
-    return [shard_numel(math.prod(tile_shape(box)), size) for box in slot.tiles] or [shard_numel(slot.numel, size)]
+    return tuple(shard_numel(math.prod(tile_shape(box)), size) for box in tiles) or (shard_numel(numel, size),)
 
 
 def _staging(slots: Sequence[ParameterSlot], placements: Placements, *, size: int) -> int:
