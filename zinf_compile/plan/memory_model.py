@@ -278,7 +278,7 @@ def _chunk_of(
 
 @lru_cache(maxsize=256)
 def _largest_chunk(parts: tuple[tuple[int, ...], ...], piece_numel: int, chunk_numel: int | None) -> int:
-    """Return the elements of the largest chunk of shards with these parts; of many homes that are tried, most are in few groups."""
+    """Return the elements of the largest chunk of shards with these parts: many homes that are tried have the same groups."""
     cuts = [list(itertools.accumulate(each))[:-1] for each in parts]
     chunks = cut_chunks([sum(each) for each in parts], piece_numel=piece_numel, chunk_numel=chunk_numel, cuts=cuts)
     return max(map(chunk_end, chunks), default=0)
