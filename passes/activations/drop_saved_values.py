@@ -9,8 +9,8 @@ from zinf_compile.passes.analysis.saved_memories import memory_of, returned
 from zinf_compile.passes.analysis.step_regions import transfers_before
 from zinf_compile.passes.analysis.stretches import Stretches
 from zinf_compile.passes.graph.alias import alias_closure
-from zinf_compile.passes.graph.build_nodes import new_node
-from zinf_compile.passes.graph.node_facts import fake_mode_of, positions
+from zinf_compile.passes.graph.build_nodes import new_move
+from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, positions
 from zinf_compile.passes.graph.remade import dropping
 
 
@@ -47,8 +47,7 @@ def drop_saved_values(gm: fx.GraphModule) -> fx.GraphModule:
         behind = max(stretches.of(reader) for reader in readers if reader in place and reader.op == "call_function")
         behind = min(behind, len(tails) - 1)
         with graph.inserting_after(tails[behind]):
-            tails[behind] = outputs[number] = new_node(
-                graph, fake_mode_of(node), ops.drop_value, (node,), {}, f"{node.name}_dropped"
-            )
+            dropped = new_move(graph, fake_mode_of(node), ops.drop_value, (node,), f"{node.name}_dropped", fake_value(node))
+            tails[behind] = outputs[number] = dropped
     output.args = (tuple(outputs),)
     return gm

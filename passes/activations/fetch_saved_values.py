@@ -12,8 +12,8 @@ from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.step_regions import transfers_before
 from zinf_compile.passes.analysis.stretches import Stretches
-from zinf_compile.passes.graph.build_nodes import new_node
-from zinf_compile.passes.graph.node_facts import fake_mode_of, positions, returning
+from zinf_compile.passes.graph.build_nodes import new_move
+from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, positions, returning
 
 
 def fetch_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[str]]) -> fx.GraphModule:
@@ -49,18 +49,18 @@ def fetch_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[st
             found.append((due, _place(reader, due, stretches, first, output), values, memory))
     found.sort(key=lambda row: row[0])
     for due, before, values, memory in found:
-        mode = fake_mode_of(values[0])
+        mode, fakes = fake_mode_of(values[0]), [fake_value(value) for value in values]
         path = list(itertools.pairwise(hops(memory.tier)))
         handle: object = values
         for ahead, (src, dst) in zip(range(len(path), 0, -1), path, strict=True):
             number = max(0, min(due, len(starts)) - ahead - memory.lead + 1)
             name = "copied" if Tier(src).in_memory else "read"
             with graph.inserting_before(transfers[number] if starts else first):
-                handle = new_node(graph, mode, ops.swap_values_in, (handle, src, dst), {}, name)
+                handle = new_move(graph, mode, ops.swap_values_in, (handle, src, dst), name, fakes)
         assert isinstance(handle, fx.Node)
         for index, value in enumerate(values):
             with graph.inserting_before(before):
-                back = new_node(graph, mode, ops.wait_value, (handle, index), {}, f"{value.name}_back")
+                back = new_move(graph, mode, ops.wait_value, (handle, index), f"{value.name}_back", fakes[index])
             value.replace_all_uses_with(back, delete_user_cb=lambda user: user.target is not ops.swap_values_in)
     return gm
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -13,8 +14,8 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.saved_memories import memory_of, returned
 from zinf_compile.passes.analysis.stretches import Stretches
 from zinf_compile.passes.graph.alias import alias_closure
-from zinf_compile.passes.graph.build_nodes import new_node
-from zinf_compile.passes.graph.node_facts import fake_mode_of, leaving, positions
+from zinf_compile.passes.graph.build_nodes import new_move
+from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, leaving, positions
 
 
 def offload_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[str]]) -> fx.GraphModule:
@@ -43,10 +44,10 @@ def offload_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[
         memory.name: max(map(stretches.of, _readers([outputs[number] for number in memory.outputs], place))) for memory in moving
     }
 
-    def emit(behind: int, target: object, *args: object, name: str) -> fx.Node:
+    def emit(behind: int, target: object, *args: object, name: str, like: Any) -> fx.Node:
         ended = behind >= len(tails)
         with graph.inserting_before(output) if ended else graph.inserting_after(tails[behind]):
-            node = new_node(graph, mode, target, args, {}, name)
+            node = new_move(graph, mode, target, args, name, like)
         if not ended:
             tails[behind] = node
         return node
@@ -56,18 +57,19 @@ def offload_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[
         values = [outputs[position] for position in memory.outputs]
         path = list(itertools.pairwise(hops(memory.tier)[::-1]))
         src, dst = path[0]
-        handle = emit(ends[memory.name], ops.swap_values_out, values, src, dst, name="offloaded")
+        fakes = [fake_value(value) for value in values]
+        handle = emit(ends[memory.name], ops.swap_values_out, values, src, dst, name="offloaded", like=fakes)
         heapq.heappush(later, (ends[memory.name] + memory.lag, number, handle, path[1:]))
     while later:  # what is behind an earlier stretch first
         behind, number, handle, path = heapq.heappop(later)
         if path:
             src, dst = path[0]
-            handle = emit(behind, ops.swap_values_out, handle, src, dst, name="offloaded")
+            handle = emit(behind, ops.swap_values_out, handle, src, dst, name="offloaded", like=handle.meta["val"])
             heapq.heappush(later, (behind + 1, number, handle, path[1:]))
             continue
         for index, position in enumerate(moving[number].outputs):
-            name = outputs[position].name
-            outputs[position] = emit(behind, ops.wait_value, handle, index, name=f"{name}_saved")
+            value = outputs[position]
+            outputs[position] = emit(behind, ops.wait_value, handle, index, name=f"{value.name}_saved", like=fake_value(value))
     output.args = (tuple(outputs),)
     return gm
 

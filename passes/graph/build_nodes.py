@@ -30,6 +30,23 @@ def new_node(
     return node
 
 
+def new_move(
+    graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], name: str, like: torch.Tensor | Sequence[torch.Tensor]
+) -> fx.Node:
+    """Create an operator whose result is `like` in memory of its own, as a saved value's is that has moved.
+
+    Its fake value is made without running the operator: large models have thousands of them.
+    """
+    node = graph.create_node("call_function", target, args, name=name)
+    with mode:
+        node.meta["val"] = _in_own_memory(like) if isinstance(like, torch.Tensor) else [_in_own_memory(each) for each in like]
+    return node
+
+
+def _in_own_memory(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 class NodeBuilder:
     """Inserts operators before a node, or after it.
 
