@@ -135,3 +135,29 @@ def test_caps_hold_for_graphs_together(ahead: bool, blocks: bool, tmp_path: Path
         assert losses == expected
         assert peaks(model)["device"] <= cap
         assert sum(count for home, count in homes.items() if home != FAR), f"some live near: {homes}"
+
+
+class Reads(nn.Module):
+    """Reads the parameters of nine layers, and uses those of eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.unused(x)
+        return self.used(x)
+
+
+def test_what_no_compute_uses_is_near_where_all_else_is(tmp_path: Path) -> None:
+    for cap, homes in ((None, NEAR), ("64MiB", NEAR), ("24MiB", FAR)):
+        torch.compiler.reset()
+        zinf_compile.reset()
+        model = Reads()
+        options: dict[str, Any] = {"nvme": str(tmp_path), "activations": "keep", "compute_shape": {"piece_numel": 65536}}
+        options |= {} if cap is None else {"device_memory": cap}
+        model.compile(backend=BACKEND, options=options)
+        model(torch.ones(2, 512)).sum().backward()
+        placement = model.unused.weight._zinf_unit.placement
+        assert tuple(map(str, (placement.params, placement.grads, placement.optimizer))) == homes
+        assert model.unused.weight.grad is None

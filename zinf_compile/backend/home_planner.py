@@ -71,20 +71,20 @@ class HomePlanner:
         `account`: of the graphs; its homes are those decided from then on. `fit_of` a choice: its account of memory. Collective
         where ranks plan together.
         """
-        problem, members = account.problem, account.members
+        problem = account.problem
         homes = farthest(problem)  # of a rank that compiles alone: as others may have it
         if self._context.size == 1 or self.together:
             filled, _ = fill_together(
                 problem,
                 savings,
-                lambda homes, saving: fit_of(saving).excess(self._placed(homes, members), saving.moving),
-                at_least=lambda homes, saving: fit_of(saving).at_least(self._placed(homes, members), saving.moving),
+                lambda homes, saving: fit_of(saving).excess(self._placed(homes, account), saving.moving),
+                at_least=lambda homes, saving: fit_of(saving).at_least(self._placed(homes, account), saving.moving),
             )
             homes = filled.homes
         if self.together:
             homes = self._context.ranks.share(homes, what="sharing homes")
         account.homes = homes
-        found = self._placed(homes, members)
+        found = self._placed(homes, account)
         self.paths = self._for_others(found)
         count = sum(slot.numel for slot in self._slots)
         self.told = partial(tell_homes, problem, homes, parameters=count, ranks=self._context.size)
@@ -101,8 +101,12 @@ class HomePlanner:
                 own[slot.index] = dataclasses.replace(found.rest, **farther)
         return Placements(found.rest, own)
 
-    def _placed(self, homes: Homes, members: Mapping[str, Sequence[ParameterSlot]]) -> Placements:
-        own = dict(self._placements.own)
+    def _placed(self, homes: Homes, account: StepAccount) -> Placements:
+        """Return the placements of these homes; what no compute uses is near where all else is, else as far as is allowed."""
+        members, own = account.members, dict(self._placements.own)
+        if homes == account.nearest:
+            placement = self._with_tiers({kind: tiers[0] for kind, tiers in self._allowed.items() if len(tiers) > 1})
+            own |= {slot.index: placement for slot in self._slots if slot.index not in own}
         states: dict[str, Tier] = {}
         for piece, tier in homes.states.items():
             states.setdefault(piece.rpartition(" #")[0] or piece, tier)

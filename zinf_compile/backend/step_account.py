@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from torch import fx
 
@@ -56,7 +56,12 @@ class StepAccount:
     @property
     def least_seconds(self) -> float:
         """Return the seconds of a step that keeps all saved values, with homes as near as may be: none takes less."""
-        return self._seconds(nearest(self.problem) if self._open else self.homes, KEPT)[0]
+        return self._seconds(self.nearest if self._open else self.homes, KEPT)[0]
+
+    @cached_property
+    def nearest(self) -> Homes:
+        """Homes as near as is allowed."""
+        return nearest(self.problem)
 
     def cost(self, saving: Saving) -> tuple[float, float]:
         """Return the seconds of a step's busiest lane with a choice for saved values, and those of all links."""
