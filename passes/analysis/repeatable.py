@@ -55,6 +55,7 @@ class ForwardCompute:
             reads=frozenset(node.name for node in inputs if node.op == "call_function" and node.target is not ops.wait),
             makes=frozenset(node.name for node in nodes),
             repeatable=self._is_repeatable(number, inputs),
+            reads_others=len(units) > 1,
         )
 
     def _is_repeatable(self, number: int, inputs: Iterable[fx.Node]) -> bool:

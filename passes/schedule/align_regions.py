@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.passes.analysis.blocks import choose_regions
+from zinf_compile.ir.op_spec import SCHEDULE_OPS
+from zinf_compile.passes.analysis.blocks import block_of, choose_regions
 from zinf_compile.passes.graph.alias import is_view
 from zinf_compile.passes.graph.node_facts import mark_region, slot_behind, wire_bytes
 
@@ -24,12 +27,14 @@ def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
 
     A region is the compute that uses one block of the model (`h.0`), or a part of a block whose units exceed `region_bytes`.
     Equal blocks become equal regions, which compile once. Regions follow from names, order and sizes of units alone, never from
-    budgets, tiers or batch shapes, so every placement computes the same bits. A region also ends after `region_bytes` of
-    gradients of tiles, so that no more of them are live at once.
+    budgets, tiers or batch shapes, so every placement computes the same bits. Where compute comes back to a block whose units are
+    still gathered, a region begins as well: each passage through a block can run again by itself. A region also ends after
+    `region_bytes` of gradients of tiles, so that no more of them are live at once.
     """
     graph = gm.graph
     waits = [node for node in graph.nodes if node.target is ops.wait]
     starts = {waits[index] for index in choose_regions([slot_behind(node) for node in waits], region_bytes=region_bytes)[1:]}
+    starts |= _returns(graph, {*waits[:1], *starts})
     regions: list[list[fx.Node]] = [[]]
     pending: list[fx.Node] = []  # gathers move with the next wait
     reduced = 0
@@ -50,6 +55,29 @@ def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
     for region in regions:
         _align(region)
     return gm
+
+
+def _returns(graph: fx.Graph, firsts: Set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that come back to a block: they read the unit of its region that is used first, after other units.
+
+    `firsts`: the waits for these units.
+    """
+    found, before = set[fx.Node](), set[fx.Node]()
+    region = None  # by the wait that it begins with
+    others = False
+    for node in graph.nodes:
+        if node in firsts:
+            region, others = node, False
+        if node.op != "call_function" or node.target in SCHEDULE_OPS:
+            continue
+        reads = [read for read in node.all_input_nodes if read.target is ops.wait]
+        for read in reads:
+            if read in firsts & before and block_of(slot_behind(read).name) and (read is not region or others):
+                found.add(node)
+                region, others = read, False
+        others |= any(read is not region for read in reads)
+        before.update(reads)
+    return found
 
 
 def _align(region: list[fx.Node]) -> None:

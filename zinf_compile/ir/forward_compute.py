@@ -17,6 +17,8 @@ class Compute:
     makes: frozenset[str]
     repeatable: bool = True
     """Whether it gives the same a second time."""
+    reads_others: bool = False
+    """Whether it reads further parameters than the first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,16 +91,21 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _blocks(compute: Sequence[Compute], level: int) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers of each block; what has no number in its name is one by itself, what reads no parameter goes on."""
-    block: list[int] = []
-    before = ""
+    """Yield the numbers of each block; what has no number in its name is one by itself, what reads no parameter goes on.
+
+    Where a block's first parameter begins compute once more, after others, that is another passage, and a block by itself.
+    """
+    block, others = list[int](), False
+    first = before = ""
     for number, each in enumerate(compute):
         prefixes = _prefixes(each.unit)
         name = prefixes[min(level, len(prefixes) - 1)] if prefixes else ""
-        if block and each.unit and (not name or name != before):
+        if block and each.unit and (not name or name != before or (each.unit == first and others)):
             yield tuple(block)
-            block = []
+            block, first, others = [], "", False
         block.append(number)
+        first = first or each.unit
+        others |= each.reads_others or each.unit not in ("", first)
         before = name if each.unit else before
     if block:
         yield tuple(block)

@@ -11,6 +11,7 @@ from irtext import example_of, graph_of, lines_of, results, slot, text_of, unit
 from torch import fx
 
 from zinf_compile.passes.analysis.blocks import block_of, choose_regions
+from zinf_compile.passes.analysis.stretches import Stretches
 from zinf_compile.passes.graph.node_facts import mark_slot, parameters
 from zinf_compile.passes.schedule.align_regions import align_regions
 from zinf_compile.passes.verify import verify
@@ -100,3 +101,41 @@ def test_equal_blocks_have_equal_regions() -> None:
     cuts = [[s - 1 - 5 * b for s in starts if 0 <= s - 1 - 5 * b < 5] for b in range(6)]
     assert cuts == [cuts[0]] * 6
     assert len(cuts[0]) > 1
+
+
+TWICE = """
+g = all_gather(up); v = wait(g); a = mm(x, v); p = relu(a)
+k = all_gather(down); u = wait(k); b = mm(p, u); q = relu(b)
+c = mm(q, v); r = relu(c)
+d = mm(r, u); s = relu(d); release(v); release(u)
+return (s,)
+"""
+
+
+def regions_of(gm: fx.GraphModule) -> list[list[str]]:
+    return [[node.name for node in nodes] for nodes in Stretches(gm.graph).nodes]
+
+
+def test_compute_that_comes_back_to_a_block_is_a_region_of_its_own() -> None:
+    gm = align_regions(named(graph_of(TWICE, **INPUTS), up="h.0.up", down="h.1.up"), region_bytes=9 * UNIT)
+    assert regions_of(gm) == [["a", "p"], ["b", "q"], ["c", "r"], ["d", "s"]]
+    verify(gm)
+
+
+def test_one_block_after_the_other_time() -> None:
+    """Both units are of one block, which compute passes twice in a row."""
+    gm = align_regions(named(graph_of(TWICE, **INPUTS), up="h.0.up", down="h.0.down"), region_bytes=9 * UNIT)
+    assert regions_of(gm) == [["a", "p", "b", "q"], ["c", "r", "d", "s"]]
+
+
+def test_a_unit_outside_of_blocks_that_is_read_again_cuts_nothing() -> None:
+    """As tied embeddings: their second use is no other passage through a block."""
+    text = TWICE.replace("d = mm(r, u)", "d = relu(r)")
+    gm = align_regions(named(graph_of(text, **INPUTS), up="wte", down="h.1.up"), region_bytes=9 * UNIT)
+    assert regions_of(gm) == [["a", "p"], ["b", "q", "c", "r", "d", "s"]]
+
+
+def test_a_unit_that_one_block_reads_twice_in_a_row_cuts_nothing() -> None:
+    text = "g = all_gather(up); v = wait(g); a = mm(x, v); b = mm(a, v); release(v); return (b,)"
+    gm = align_regions(named(graph_of(text, **INPUTS), up="h.0.up"), region_bytes=9 * UNIT)
+    assert regions_of(gm) == [["a", "b"]]

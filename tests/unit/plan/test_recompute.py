@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from zinf_compile.ir.forward_compute import Compute, Remake
 from zinf_compile.plan.recompute import Outcome, best_share, choose_remake, first_blocks, may_be_best, shares, worst_of
 
@@ -47,6 +49,13 @@ def test_compute_of_a_block_that_makes_nothing_again_runs_once() -> None:
     assert found.dropped == {"b0", "b1"}
     assert found.blocks == ((0, 2), (4, 6)), "a0 is made again for b0"
     assert found.kept == {"x1"}
+
+
+def test_each_passage_through_a_block_is_one_by_itself() -> None:
+    passages = [block(f"layers.{number // 2}", number) for number in range(6)]
+    assert chosen(*passages).blocks == ((0, 1), (2, 3)), "a parameter that is read twice begins nothing"
+    found = chosen(*(dataclasses.replace(each, reads_others=True) for each in passages))
+    assert found.blocks == ((0,), (1,), (2,), (3,), (4,))
 
 
 def test_what_is_not_repeatable_is_kept() -> None:
