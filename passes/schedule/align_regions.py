@@ -60,20 +60,27 @@ def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
 def _returns(graph: fx.Graph, firsts: Set[fx.Node]) -> set[fx.Node]:
     """Return the nodes that come back to a block: they read the unit of its region that is used first, after other units.
 
+    And what follows reads others once more, too: a backward that computes its block's forward itself reads that unit last.
     `firsts`: the waits for these units.
     """
     found, before = set[fx.Node](), set[fx.Node]()
-    region = None  # by the wait that it begins with
-    others = False
+    region = maybe = None  # the wait that compute's region begins with; what may come back
+    others = passing = False
     for node in graph.nodes:
         if node in firsts:
-            region, others = node, False
+            region, maybe, others, passing = node, None, False, False
         if node.op != "call_function" or node.target in SCHEDULE_OPS:
             continue
         reads = [read for read in node.all_input_nodes if read.target is ops.wait]
+        if maybe is not None and any(read in before and read is not region for read in reads):
+            found.add(maybe)
+            maybe, passing = None, True
         for read in reads:
             if read in firsts & before and block_of(slot_behind(read).name) and (read is not region or others):
-                found.add(node)
+                if passing and read is not region:
+                    found.add(node)
+                else:
+                    maybe = node
                 region, others = read, False
         others |= any(read is not region for read in reads)
         before.update(reads)

@@ -139,3 +139,14 @@ def test_a_unit_that_one_block_reads_twice_in_a_row_cuts_nothing() -> None:
     text = "g = all_gather(up); v = wait(g); a = mm(x, v); b = mm(a, v); release(v); return (b,)"
     gm = align_regions(named(graph_of(text, **INPUTS), up="h.0.up"), region_bytes=9 * UNIT)
     assert regions_of(gm) == [["a", "b"]]
+
+
+def test_a_backward_that_computes_its_block_itself_stays_one() -> None:
+    """As a checkpoint does: the unit that is read first is also the one that is read last."""
+    text = """
+    g = all_gather(up); v = wait(g); a = mm(x, v)
+    k = all_gather(down); u = wait(k); b = mm(a, u); c = mm(b, u); d = mm(c, v); e = relu(d); release(v); release(u)
+    return (e,)
+    """
+    gm = align_regions(named(graph_of(text, **INPUTS), up="h.0.up", down="h.0.down"), region_bytes=9 * UNIT)
+    assert regions_of(gm) == [["a", "b", "c", "d", "e"]]
