@@ -114,8 +114,8 @@ def find_profile(name: str) -> Profile:
     except (OSError, UnicodeDecodeError) as error:
         known = ", ".join(shipped())
         raise PlanError(
-            f"machine {name!r} is no shipped profile, and no file that can be read ({error}); accepted: {known}, here, or a file "
-            "that `zinf doctor --profile FILE` wrote"
+            f"machine {name!r} is no shipped profile, and no file that can be read ({error}); accepted: {known}, or a file "
+            "that `zinf doctor --profile FILE` wrote; --machine of `zinf plan` takes `here` as well"
         ) from None
     try:
         return Profile.from_json(text)
