@@ -158,9 +158,9 @@ class _Decision:
                 self._weigh(account, count)
             return self._found[-1]
         outcome = base.outcome(self._placements, account)
-        worst = self._worst([outcome])
+        worst = [outcome]
         if self._any_rank(bool(outcome.lacking) or outcome.busiest > account.least_seconds):
-            worst += self._weigh_shares(account, worst)
+            worst = self._weigh_shares(account, outcome)
         if self._homes is not None and len(self._found) > 1:
             choices = [a_few(each.choices, most=FEW) if each.blocks else a_few(each.choices) for each in self._found]
             self._placements = self._homes.decide(account, self._fit_of, list(itertools.chain(*choices)))
@@ -170,16 +170,16 @@ class _Decision:
             agreed[key] = chosen.blocks
         return chosen
 
-    def _weigh_shares(self, account: StepAccount, kept: Sequence[Outcome]) -> list[Outcome]:
+    def _weigh_shares(self, account: StepAccount, kept: Outcome) -> list[Outcome]:
         """Weigh shares from the smallest on, while one more could be best; return what each leads to where that is worst.
 
-        `kept`: the same without blocks that run again. What a share runs again takes its time, wherever all else goes.
+        `kept`: the first of them, without blocks that run again. What a share runs again takes its time, wherever all else goes.
         """
-        blocks, found = self._blocks(), list[Outcome]()
+        blocks, found = self._blocks(), self._worst([kept])
         counts = shares(blocks.blocks)
         seconds = [account.least_seconds_again(blocks.compute_of(count)) for count in counts]
         for count, least in zip(counts, self._worst([Outcome(0.0, each, 0.0) for each in seconds]), strict=True):
-            if not may_be_best(least, [*kept, *found]):
+            if not may_be_best(least, found):
                 break
             self._weigh(account, count)
             found += self._worst([self._found[-1].outcome(self._placements, account)])
