@@ -60,21 +60,24 @@ def compare_training(
     steps: int = 3,
     micro_steps: int = 1,
     whole: Collection[str] = (),
+    as_aot_eager: bool = False,
 ) -> Any:
     """Train compiled and, beside it, in eager; compare losses, gradients, updated parameters and buffers.
 
     After the comparison of gradients the eager copies step on the compiled model's, so that both optimizers see the same.
     Returns the partitioned model. `whole` names the parameters that no compiled graph uses: those stay whole on every rank.
+    `as_aot_eager`: the copies run through PyTorch's own `aot_eager`, which adds up gradients in another order than eager does.
     """
     torch.manual_seed(7)
     model = build()
     eager = [copy.deepcopy(model) for _ in range(ranks.size)]
+    references: list[Any] = [torch.compile(m, backend="aot_eager") for m in eager] if as_aot_eager else list(eager)
     called = prepare(ranks, model)
     optimizers = [optimizer(m) for m in (model, *eager)]
     for step in range(steps):
         expected: dict[str, Expected] = {}
         for batch in range(step * micro_steps, (step + 1) * micro_steps):
-            values = [backward(loss, m, rank, batch) for rank, m in enumerate(eager)]
+            values = [backward(loss, m, rank, batch) for rank, m in enumerate(references)]
             value = backward(loss, called, ranks.rank, batch)
             assert_equal(value, values[ranks.rank], f"loss of step {step}")
             add_gradients(expected, eager)

@@ -67,6 +67,7 @@ def train_mixed(
 ) -> int:
     """Train each case under each seed, two micro-batches in flight; return the number of memories that moved."""
     torch._dynamo.config.recompile_limit = 64
+    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # of transformers' experts
     if dtype == torch.bfloat16:
         warnings.filterwarnings("ignore", "all .* parameters are torch.bfloat16 and updated in that precision")
     Mixed.moved = 0
