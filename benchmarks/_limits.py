@@ -34,12 +34,13 @@ def traffic(parameters: int, offloaded: Collection[str], *, forward: bool) -> Tr
     return Traffic(4 * parameters * read, 4 * parameters * written)
 
 
-def drive_rates(folder: str, size: int) -> dict[str, float]:
+def drive_rates(folder: str, size: int, seconds: float = SECONDS) -> dict[str, float]:
     """Return the bytes per second of sustained reads, writes, and both at once (in equal parts, together), as `zinf bench-io`.
 
     The file has `size` bytes: one smaller than what a step moves through could lie in a cache that the step's data does not fit.
+    Each lasts for `seconds`, as long as the step where that is many: a drive that is shared can be faster for a moment.
     """
-    found = bench_io.measure(folder, size=max(size, 2 * BURST), burst=BURST, seconds=SECONDS, blocks=[BLOCK], depths=[DEPTH])
+    found = bench_io.measure(folder, size=max(size, 2 * BURST), burst=BURST, seconds=seconds, blocks=[BLOCK], depths=[DEPTH])
     return {case["mode"]: case["bytes_per_s"] for case in found["sustained"]}
 
 

@@ -140,9 +140,12 @@ def measure(peer: str, options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def limits(folder: str, row: dict[str, Any], world: int) -> dict[str, float]:
-    """Return the least seconds of this backend's step: of its bytes at the drive's rates, of its matrix products."""
+    """Return the least seconds of this backend's step: of its bytes at the drive's rates, of its matrix products.
+
+    The rates are of a file as large as what the step keeps on the drive, for as long as the step takes.
+    """
     moved = _limits.Traffic(READ * row["parameters"], WRITTEN * row["parameters"])
-    rates = _limits.drive_rates(folder, 2 << 30)
+    rates = _limits.drive_rates(folder, row["drive_bytes"], max(_limits.SECONDS, *row["steps_s"][-1:]))
     flops = 6 * row["parameters"] * LENGTH * world
     return {"io_s": _limits.io_s(moved, rates), "compute_s": flops / _limits.bf16_rate()}
 
