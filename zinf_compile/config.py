@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
-from zinf_compile.ir.compute_shape import ComputeShape
+from zinf_compile.ir.compute_shape import PIECE_NUMEL, ComputeShape, piece_of, tile_range
 from zinf_compile.ir.file_digest import with_digest
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
@@ -26,9 +26,6 @@ from .errors import OptionError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_LEAST_TILE = 1 << 20
-"""Smallest default tile under `device_memory`: smaller ones cost more than they save."""
-
 AUTO = "auto"
 """Word for tiers that follow from the budgets."""
 
@@ -40,14 +37,6 @@ PLANNERS = ("just_in_time", "one_ahead", "largest_first", "greedy", "cached_pref
 
 MODES = ("default", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-
-
-def tile_range(device_memory: int) -> tuple[int, int]:
-    """Return the smallest and largest device_memory with the same default tile; (0, n): below it there is no default tile."""
-    if device_memory < 4 * _LEAST_TILE:
-        return 0, 4 * _LEAST_TILE
-    first = 1 << (device_memory.bit_length() - 1)
-    return first, 2 * first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,6 +196,12 @@ class Config:
     def reduction(self) -> torch.dtype | None:
         """`reduce_dtype` as a type."""
         return parse_dtype(self.reduce_dtype, option="reduce_dtype")
+
+    def for_shards(self, numel: int) -> Config:
+        """Return the same with the piece for a rank's shards of `numel` elements in all, where `compute_shape` has none."""
+        pinned = dict(self.compute_shape or {})
+        piece = pinned.get("piece_numel", piece_of(numel))
+        return self if piece == PIECE_NUMEL else dataclasses.replace(self, compute_shape={**pinned, "piece_numel": piece})
 
     def shape(self) -> ComputeShape:
         """Return the values that decide bits, beside the model and the types of its states."""

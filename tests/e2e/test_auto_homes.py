@@ -161,3 +161,29 @@ def test_what_no_compute_uses_is_near_where_all_else_is(tmp_path: Path) -> None:
         placement = model.unused.weight._zinf_unit.placement
         assert tuple(map(str, (placement.params, placement.grads, placement.optimizer))) == homes
         assert model.unused.weight.grad is None
+
+
+def test_a_small_model_trains_within_less_than_its_states_take(tmp_path: Path) -> None:
+    """By default pieces are small beside the model: with those of a large one, a step on a drive takes what all states do."""
+
+    def trained(**options: Any) -> tuple[list[float], set[Any]]:
+        torch.compiler.reset()
+        zinf_compile.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+        call: Any = torch.compile(model, backend=BACKEND, options={"bucket": "1MiB", **options})
+        optimizer = adamw(model.parameters())
+        losses = []
+        for _ in range(2):
+            loss = call(torch.ones(2, 512)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        zinf_compile.synchronize()
+        return losses, {p._zinf_unit.placement.optimizer for p in model.parameters() if isinstance(p, ShardedParameter)}
+
+    states = 2 * 4 * 6 * 512 * 513
+    losses, homes = trained(device_memory=states - 1, nvme=str(tmp_path))
+    assert "nvme" in homes
+    assert losses == trained()[0]

@@ -162,6 +162,14 @@ def test_the_compute_shape_is_made_of_declared_options_and_agreed_on() -> None:
     assert Config().placement().piece_numel == Config().shape().piece_numel == 4 << 20
 
 
+@pytest.mark.parametrize(
+    ("numel", "piece"), [(0, 1 << 18), (10**6, 1 << 18), (1 << 24, 1 << 19), (124_000_000, 1 << 21), (10**12, 4 << 20)]
+)
+def test_small_models_have_small_pieces(numel: int, piece: int) -> None:
+    assert Config().for_shards(numel).placement().piece_numel == piece
+    assert Config(compute_shape={"piece_numel": 96, "chunk_bytes": 7}).for_shards(numel).shape().piece_numel == 96
+
+
 def test_more_ranks_than_one_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = Mlp()

@@ -252,7 +252,7 @@ def test_the_package_is_run_as_the_command() -> None:
     assert "# backward of graph 0, rank 0 of 4" in done.stdout
     assert "# forward of graph 0" not in done.stdout
     assert "schedule hash: " in done.stdout
-    assert "compute shape: inductor (default), bucket 33,554,432 bytes, tile none, piece 4,194,304 elements" in done.stdout
+    assert "compute shape: inductor (default), bucket 33,554,432 bytes, tile none, piece 262,144 elements" in done.stdout
 
 
 @pytest.mark.parametrize(

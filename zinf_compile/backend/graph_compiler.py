@@ -57,7 +57,7 @@ from .decide_memory import Cut, MemoryDecision, decide_memory
 from .double_backward import reject_double_backward
 from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
-from .placement_of_inputs import follow_units, follows_cap, placements_of, refuse_closed
+from .placement_of_inputs import follow_units, follows_cap, placements_of, refuse_closed, with_piece
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
 from .remake import ForwardRegions, plan_remade
@@ -150,8 +150,8 @@ class GraphCompiler:
         if context.size > 1 or farthest_homes(self.config, context.link.topology).params != Tier.DEVICE:
             raise_limit()
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.ranks.shard_group)
-        slots = list(captured.slots.values())
-        self.topology = context.link.topology
+        self.topology, slots = context.link.topology, list(captured.slots.values())
+        self.config = with_piece(self.config, example_inputs, sum(slot.numel for slot in slots) // context.ranks.shard_group.size)
         self._together = self.config.chunk_loss is None and context.size > 1
         self.placements = self.place(slots, example_inputs)
         if is_open(self.config, self.topology) and len(self.placements.own) < len(slots):
@@ -372,8 +372,8 @@ class _Measurer(GraphCompiler):
         self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, *, like: GraphCompiler
     ) -> GraphBudget:
         """Return the budget of the graph that `like` compiles, with this configuration."""
-        slots = list(captured.slots.values())
-        self._choices, self._together, self.topology = like._choices, like._together, like.topology
+        slots, self.topology = list(captured.slots.values()), like.topology
+        self._choices, self._together = like._choices, like._together
         self._bucket = self.shape.bucket_of(slots)
         self.placements, self.homes = self.place(slots, inputs), like.homes
         self._budget = GraphBudget(self.config, slots, inputs, context, self.placements, measuring=True)

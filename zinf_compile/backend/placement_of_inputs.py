@@ -47,19 +47,27 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
     if len(placements) > 1:
         return config
     placement = placements.pop()
-    if placement.piece_numel != wanted.piece_numel:
-        shape = {**shape, "piece_numel": placement.piece_numel}
     words: dict[str, Any] = {kind: AUTO if kind in free else getattr(placement, kind) for kind in KINDS}
     return dataclasses.replace(
         config,
         **words,
-        compute_shape=shape or config.compute_shape,
         nvme=placement.nvme or config.nvme,
         update=placement.update,
         master="float32" if placement.master else None,
         reduce_dtype=placement.reduce_dtype,
         tile=tiles.pop() if len(tiles) == 1 else config.tile,
     )
+
+
+def with_piece(config: Config, inputs: Sequence[Any], numel: int) -> Config:
+    """Return the config with the piece of parameters that are partitioned already, else with one for shards of so many elements.
+
+    Not among the options that ranks compare: a rank that compiles alone follows what is there.
+    """
+    pieces = [unit.placement.piece_numel for value in inputs if (unit := unit_of(value)) is not None]
+    if not pieces:
+        return config.for_shards(numel)
+    return dataclasses.replace(config, compute_shape={**(config.compute_shape or {}), "piece_numel": pieces[0]})
 
 
 def placements_of(config: Config, slots: Sequence[ParameterSlot], inputs: Sequence[Any], topology: Topology) -> Placements:

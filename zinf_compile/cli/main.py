@@ -77,8 +77,8 @@ def dump(options: argparse.Namespace) -> str:
     parts = [f"# {title}, rank 0 of {options.world}\n{text}" for text, title in zip(texts, titles, strict=True)]
     if not options.after:
         parts = [f"{part}{s.plan and chr(10)}{s.plan}" for part, s in zip(parts, seen, strict=True)]
-    shape = Config.from_options(given, check_folders=False).shape().text()
-    return "\n".join([*map(colored, parts), table(found), shape, f"schedule hash: {schedule_hash(found):016x}"])
+    shapes = dict.fromkeys(s.shape.text() for s in found if s.shape is not None)
+    return "\n".join([*map(colored, parts), table(found), *shapes, f"schedule hash: {schedule_hash(found):016x}"])
 
 
 def table(found: Sequence[Scheduled]) -> str:
@@ -110,8 +110,9 @@ def report(
         schedule_hash   16 hexadecimal digits; equal on two machines if all graphs have the same collectives in the same order
         world           number of ranks
         device          cpu, where the device is host memory, or cuda, which has memory of its own
-        compute_shape   the values that decide bits, beside the model and its types: bucket_bytes, tile_bytes, piece_numel,
-                        chunk_bytes, worth_bytes, chunk_loss, compute, mode; token_tile where it is set
+        compute_shape   the values that decide bits, beside the model and its types; where graphs differ, of the first one:
+                        bucket_bytes, tile_bytes, piece_numel, chunk_bytes, worth_bytes, chunk_loss, compute, mode; token_tile
+                        where it is set
         options         the options in force, as they are written for torch.compile; defaults included
         traffic         of all graphs: units; by link gathered and reduced (between ranks), read (from a drive, to the host or to
                         a device that is host memory), copied_in (host to device), copied_out (device to host), written (to a
@@ -136,7 +137,7 @@ def report(
         "schedule_hash": f"{schedule_hash(found):016x}",
         "world": world_size,
         "device": device,
-        "compute_shape": config.shape().values(),
+        "compute_shape": (next((s.shape for s in found if s.shape is not None), None) or config.shape()).values(),
         "options": {name: value for name, value in in_force.items() if value is not None},
         "traffic": dataclasses.asdict(_total(found)),
         "graphs": [

@@ -24,6 +24,7 @@ from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.backend.plan_graphs import GraphPlanner
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
+from zinf_compile.ir.compute_shape import ComputeShape
 from zinf_compile.ir.program import ParameterSlot, Program
 from zinf_compile.passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
@@ -66,6 +67,8 @@ class Scheduled:
     program: Program
     plan: str = ""
     """Where states live, if that was decided, and the table of the plan that it acts out, if a planner is given; else empty."""
+    shape: ComputeShape | None = None
+    """The values that decide bits."""
     saved: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Of a forward and its backward, the bytes that the forward saves, by what becomes of them: "keep", or a tier."""
 
@@ -241,6 +244,7 @@ class Recorder(GraphCompiler):
                 transfers=build_transfer_graph(graph.graph, world_size=self._world_size),
                 program=program,
                 plan=self._plan_text(),
+                shape=self.shape,
                 saved=dict(self.decided.saved),
             )
         )

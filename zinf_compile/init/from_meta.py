@@ -160,10 +160,12 @@ def initialized(
     `once`: what is drawn isn't drawn again or replaced.
     """
     stand_ins = [target.stand_in for target in targets]
-    homes = homes_ahead(config, [target.slot for target in targets], context)
+    slots = [target.slot for target in targets]
+    config = config.for_shards(sum(slot.numel for slot in slots) // context.ranks.shard_group.size)
+    homes = homes_ahead(config, slots, context)
     with contextlib.ExitStack() as undo:
         with context.ranks.fail_together("reserving room for the model"):
-            check_shards(config, [target.slot for target in targets], context, homes)
+            check_shards(config, slots, context, homes)
             units = make_units([(s, t.name) for s, t in zip(stand_ins, targets, strict=True)], context, homes)
         room = _largest_module_bytes(targets)
         deferred = _deferred(model, targets, context, room, once=once)

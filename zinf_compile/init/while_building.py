@@ -181,8 +181,9 @@ class _Building:
         if not named:
             return []
         slots = [ParameterSlot.of(p, name, device=device) for name, p in named]
-        homes = homes_ahead(self._config, slots, context)
-        check_shards(self._config, slots, context, homes)
+        config = self._config.for_shards(sum(slot.numel for slot in slots) // context.ranks.shard_group.size)
+        homes = homes_ahead(config, slots, context)
+        check_shards(config, slots, context, homes)
         stand_ins = [(hollow_tensor(p, device=device).requires_grad_(p.requires_grad), name) for name, p in named]
         units = make_units(stand_ins, context, homes)
         for unit in units:

@@ -7,8 +7,17 @@ from collections.abc import Iterable
 
 from .program import ParameterSlot
 
+LEAST_TILE = 1 << 20
+"""Smallest default tile under `device_memory`: smaller ones cost more than they save."""
+
 PIECE_NUMEL = 4 << 20
 """Elements of a piece of a shard: large enough for a drive's full speed, small beside what a process has."""
+
+LEAST_PIECE_NUMEL = 1 << 18
+"""Of a small model: as little as drives are still fast with."""
+
+PIECES = 32
+"""Pieces of a small model, at least, where they are no smaller than that: a step has one of each state in memory at a time."""
 
 CHUNK_BYTES = 256 * 2**20
 """Of a chunk's logits in fp32. Measured on a head of 262,144 classes and width 768, run operator by operator: 64, 128 and 256 MiB
@@ -17,6 +26,19 @@ take 1.5, 1.2 and 1.05 of the CPU time of eager's head and loss, as each chunk r
 
 WORTH_BYTES = 256 * 2**20
 """Logits that would take more bytes in fp32 are computed in chunks where nobody says otherwise."""
+
+
+def tile_range(device_memory: int) -> tuple[int, int]:
+    """Return the smallest and largest device_memory with the same default tile; (0, n): below it there is no default tile."""
+    if device_memory < 4 * LEAST_TILE:
+        return 0, 4 * LEAST_TILE
+    first = 1 << (device_memory.bit_length() - 1)
+    return first, 2 * first
+
+
+def piece_of(numel: int) -> int:
+    """Return the elements of a piece where a rank's shards have `numel` in all, and nobody says otherwise: a power of two."""
+    return min(PIECE_NUMEL, max(LEAST_PIECE_NUMEL, 1 << max(0, (numel // PIECES).bit_length() - 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

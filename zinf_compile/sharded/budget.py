@@ -288,6 +288,7 @@ class GraphBudget:
         here = model.resident.device + chunk + most + self.promised.device
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
+        several = gathered + reduced > 0
         stay, reserved = least - chunk - most - self.promised.device, _reserved(self.promised.device)
         computing = transient.compute
         saved = f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
@@ -307,7 +308,7 @@ class GraphBudget:
                 cap=cap,
                 options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
-                advice=advice(self.placements.nearest(self._slots), topology=topology, side=Tier.DEVICE, several=gathered > 0),
+                advice=advice(self.placements.nearest(self._slots), topology=topology, side=Tier.DEVICE, several=several),
                 strict=self._strict,
             ),
             at_once=self._checked,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from zinf_compile.config import tile_range
 from zinf_compile.errors import BudgetError
+from zinf_compile.ir.compute_shape import tile_range
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from zinf_compile.config import tile_range
 from zinf_compile.errors import BudgetError
+from zinf_compile.ir.compute_shape import tile_range
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.plan.memory_model import resident
 from zinf_compile.runtime.context import Context
@@ -108,10 +108,10 @@ def _named(need: Need, works: int) -> str:
 def advice(placement: Placement, *, topology: Topology, side: Tier, several: bool = True) -> str:
     """Return the options that keep less on the device, or in host memory beside it; empty where none does.
 
-    `several`: more than one unit is gathered at once, which a smaller bucket changes.
+    `several`: units are gathered at once, or their gradients made, which a smaller bucket changes.
     """
     kinds = [kind for kind in ("params", "grads", "optimizer") if topology.side(getattr(placement, kind)) == side]
-    said = ["A smaller `bucket` gathers less at once"] if several and side == Tier.DEVICE else []
+    said = ["A smaller `bucket` moves less at once"] if several and side == Tier.DEVICE else []
     if kinds:
         where = "'nvme'" if side == topology.side(Tier.HOST) else "'host' or 'nvme'"
         listed = ", ".join(kinds[:-1]) + " and " + kinds[-1] if len(kinds) > 1 else kinds[0]

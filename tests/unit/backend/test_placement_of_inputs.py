@@ -12,7 +12,7 @@ from torch import nn
 
 import zinf_compile
 from zinf_compile import OptionError
-from zinf_compile.backend.placement_of_inputs import follow_units
+from zinf_compile.backend.placement_of_inputs import follow_units, with_piece
 from zinf_compile.config import Config
 
 PIECES = {"compute_shape": {"piece_numel": 300}}
@@ -25,7 +25,7 @@ def partitioned(**options: Any) -> list[nn.Parameter]:
 
 
 def followed(inputs: list[nn.Parameter], **options: Any) -> Config:
-    return follow_units(Config.from_options(options), tuple(options), inputs)
+    return with_piece(follow_units(Config.from_options(options), tuple(options), inputs), inputs, 630)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_pieces_of_another_size_than_the_units_have_are_refused(asked: dict[str,
 
 def test_pieces_named_for_units_that_have_the_default_are_refused() -> None:
     with pytest.raises(
-        OptionError, match=r"compute_shape=\{'piece_numel': 300\}, but .* with compute_shape=\{'piece_numel': 4194304\}"
+        OptionError, match=r"compute_shape=\{'piece_numel': 300\}, but .* with compute_shape=\{'piece_numel': 262144\}"
     ):
         followed(partitioned(), **PIECES)
 
@@ -56,10 +56,19 @@ def test_the_rest_of_the_compute_shape_is_as_asked_and_pieces_are_those_of_the_u
     assert both.compute_shape == {"chunk_bytes": 7, "piece_numel": 300}
     assert both.params == "auto", "what is new finds a home, and may do so on the units' drives"
     assert both.placement().nvme
-    assert followed(partitioned(), compute_shape={"chunk_bytes": 7}).compute_shape == {"chunk_bytes": 7}
+    least = followed(partitioned(), compute_shape={"chunk_bytes": 7})
+    assert least.compute_shape == {"chunk_bytes": 7, "piece_numel": 1 << 18}
 
 
 def test_a_shape_that_was_not_given_contradicts_nothing(tmp_path: Path) -> None:
     """A default of the caller's own is no wish of the user's."""
     inputs = partitioned(params="nvme", nvme=tmp_path, **PIECES)
-    assert follow_units(Config(compute_shape={"piece_numel": 400}), (), inputs).compute_shape == {"piece_numel": 300}
+    config = follow_units(Config(compute_shape={"piece_numel": 400}), (), inputs)
+    assert with_piece(config, inputs, 630).compute_shape == {"piece_numel": 300}
+
+
+def test_pieces_that_follow_from_sizes_are_not_compared_between_ranks() -> None:
+    """A rank that compiles alone must not ask the others."""
+    inputs = partitioned()
+    assert follow_units(Config(), (), inputs).signature() == Config().signature()
+    assert with_piece(Config(), inputs, 630).shape().piece_numel == 1 << 18
