@@ -63,7 +63,7 @@ def qwen2() -> nn.Module:
 
 def mixtral(experts: str) -> nn.Module:
     """Mixtral with three experts, two at a time; its grouped products want rows of whole 16 bytes."""
-    sizes = {**LLAMA, "intermediate_size": 36}
+    sizes = {**LLAMA, "intermediate_size": 40}  # in bf16, too
     config = hf.MixtralConfig(**sizes, num_local_experts=3, num_experts_per_tok=2, output_router_logits=True)
     config._experts_implementation = experts
     return hf.MixtralForCausalLM(config)
