@@ -13,6 +13,7 @@ from zinf_compile.ir.value_spans import span_of
 from zinf_compile.runtime.lanes.lanes import All, Done, Pending, wait_for_all
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
 from zinf_compile.runtime.lanes.stream_lane import on_stream
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.storage.value_space import ValueSpace
 
 from .move import Location, Route, move, on_host
@@ -152,14 +153,17 @@ def _write(memory: ValueMemory, source: torch.Tensor, context: Context, space: V
 
 
 def _host_buffer(size: int, context: Context) -> torch.Tensor:
-    """Return host memory that a link or a drive copies from and to directly, counted where it isn't the device's."""
+    """Return host memory that a link or a drive copies from and to directly, counted where it isn't the device's.
+
+    Where it is, the system has it back as soon as the value is dropped, as compute's own memory: an arena keeps what it has lent
+    at the most, and would have it beside what compute takes later.
+    """
+    if not context.link.topology.host_apart:
+        return aligned_buffer(size)
     ledger = context.memory.host_ledger
-    apart = context.link.topology.host_apart
-    if apart:
-        context.memory.make_room(ledger, size)
+    context.memory.make_room(ledger, size)
     buffer = context.link.host_buffer(size, torch.uint8)
-    if apart:
-        ledger.track("activations", buffer)
+    ledger.track("activations", buffer)
     return buffer
 
 
