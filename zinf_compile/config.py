@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
-from zinf_compile.ir.compute_shape import PIECE_NUMEL, ComputeShape, piece_of, tile_range
+from zinf_compile.ir.compute_shape import ComputeShape, piece_of, tile_range
 from zinf_compile.ir.file_digest import with_digest
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
@@ -199,9 +199,12 @@ class Config:
 
     def for_shards(self, numel: int) -> Config:
         """Return the same with the piece for a rank's shards of `numel` elements in all, where `compute_shape` has none."""
-        pinned = dict(self.compute_shape or {})
-        piece = pinned.get("piece_numel", piece_of(numel))
-        return self if piece == PIECE_NUMEL else dataclasses.replace(self, compute_shape={**pinned, "piece_numel": piece})
+        return self if "piece_numel" in (self.compute_shape or {}) else self.with_piece(piece_of(numel))
+
+    def with_piece(self, piece: int) -> Config:
+        """Return the same with another piece; itself, with its signature, where it has that one."""
+        shape = {**(self.compute_shape or {}), "piece_numel": piece}
+        return self if piece == self.shape().piece_numel else dataclasses.replace(self, compute_shape=shape)
 
     def shape(self) -> ComputeShape:
         """Return the values that decide bits, beside the model and the types of its states."""

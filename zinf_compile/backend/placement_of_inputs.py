@@ -65,9 +65,7 @@ def with_piece(config: Config, inputs: Sequence[Any], numel: int) -> Config:
     Not among the options that ranks compare: a rank that compiles alone follows what is there.
     """
     pieces = [unit.placement.piece_numel for value in inputs if (unit := unit_of(value)) is not None]
-    if not pieces:
-        return config.for_shards(numel)
-    return dataclasses.replace(config, compute_shape={**(config.compute_shape or {}), "piece_numel": pieces[0]})
+    return config.with_piece(pieces[0]) if pieces else config.for_shards(numel)
 
 
 def placements_of(config: Config, slots: Sequence[ParameterSlot], inputs: Sequence[Any], topology: Topology) -> Placements:

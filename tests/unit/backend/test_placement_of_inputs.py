@@ -72,3 +72,11 @@ def test_pieces_that_follow_from_sizes_are_not_compared_between_ranks() -> None:
     inputs = partitioned()
     assert follow_units(Config(), (), inputs).signature() == Config().signature()
     assert with_piece(Config(), inputs, 630).shape().piece_numel == 1 << 18
+
+
+@pytest.mark.parametrize("numel", [630, 10**10])
+def test_a_graph_that_is_compiled_again_has_the_signature_of_the_first_time(numel: int) -> None:
+    """Ranks find what they have agreed on by it, also one that compiles alone."""
+    first = with_piece(Config(), [], numel)
+    inputs = partitioned(compute_shape={"piece_numel": first.shape().piece_numel})
+    assert with_piece(Config(), inputs, numel).signature() == first.signature()
