@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -110,14 +111,18 @@ def _order() -> None:
     group = dist.group.WORLD
     assert [logged.name for logged in late.log(group.stream)] == ["all_gather_into_tensor"]
 
-    late.clear()
-    work = _all_gather(gathered, _mine(), async_op=True)
-    early = gathered * 2
-    work.wait()
-    assert [defect.kind for defect in late.defects()] == ["unordered accesses"]
-    assert "reads what all_gather_into_tensor on stream" in late.defects()[0].detail
-    torch.accelerator.synchronize()
-    del early
+    for over in (False, True):  # what is wrong is found however soon the collective ends
+        late.clear()
+        work = _all_gather(gathered, _mine(), async_op=True)
+        while over and not late.log(group.stream):
+            time.sleep(0.001)
+        early = gathered * 2
+        work.wait()
+        found = late.defects()
+        assert [defect.kind for defect in found] == ["unordered accesses"], found
+        assert "reads what all_gather_into_tensor on stream" in found[0].detail
+        torch.accelerator.synchronize()
+        del early
 
 
 faulthandler.dump_traceback_later(250, exit=True)

@@ -24,7 +24,10 @@ _DEVICE = torch.device("late", 0)
 
 
 class LateWork(dist.Work):
-    """A collective that was issued to the group's stream. It holds its tensors until it was waited for, or is over, as NCCL's."""
+    """A collective that was issued to the group's stream. It holds its tensors until it was waited for, as NCCL's.
+
+    That it is over by then frees nothing: no stream is ordered after it yet.
+    """
 
     def __init__(self, done: torch.Event, results: list[torch.Tensor], stream: torch.Stream, held: list[torch.Tensor]) -> None:
         super().__init__()
@@ -103,7 +106,6 @@ class LateGroup(dist.ProcessGroup):
         def collective() -> None:
             view = torch.ops.late.host_view
             _finish(call(self._device_gloo, _each(view, there), _each(view, here)))
-            held.clear()
 
         issued = torch.accelerator.current_stream().record_event()
         with self._stream:
