@@ -82,6 +82,8 @@ class Context:
         """Units of which a change ended in its middle: why, and the parameter's version then."""
         self.ending = False
         """Whether the process ends: lanes stop."""
+        self.whole_gradients: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Full gradients that are to be reduced when they are first read."""
         self.chosen: dict[Hashable, bool] = {}
         """Decisions as in `Unit.chosen`, by names and shapes of the parameters."""
         self.plans: list[Callable[[], str]] = []

@@ -40,6 +40,7 @@ from zinf_compile.runtime.units.swap import (
     swap_out_together,
 )
 from zinf_compile.runtime.units.unit import Tile, Unit
+from zinf_compile.runtime.units.whole_gradient import keep_whole
 
 from .context import Context
 from .gather_steps import names_of, perform_gather, perform_gather_rows, perform_keep_unit, perform_wait
@@ -206,6 +207,9 @@ def _reduce(step: Reduce, run: Run) -> None:
                 context.memory.ledger.track("grads", shard)
             registers[out] = _take_home(ReduceHandle(unit, shard, _DONE, whole), slot, run)
         return
+    if step.at_step:
+        _keep_until_step(step, members, run)
+        return
     _, reductions = context.collectives(group)
     grads = _full_gradients(step, members, registers, context)
     held = sum(full.nbytes for full in grads)
@@ -244,6 +248,14 @@ def _reduce(step: Reduce, run: Run) -> None:
         else:
             whole.reduced(reduction)
         registers[out] = _take_home(ReduceHandle(unit, shard, reduction, whole), slot, run)
+
+
+def _keep_until_step(step: Reduce, members: Sequence[Unit | Tile], run: Run) -> None:
+    for unit, (grad, _, out, alias) in zip(members, step.members, strict=True):
+        assert isinstance(unit, Unit), "tiles are reduced where they are made"
+        full = _take_gradient(run.registers, grad, unit, step.dtype, alias, copy=alias != GradAlias.NOBODY)
+        kept = keep_whole(unit, full)
+        run.registers[out] = ReduceHandle(unit, kept.shard, kept)
 
 
 def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: list[Any], context: Context) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.ir.tiers import Placement, Tier, all_tiers
 
 from .errors import OptionError
+from .option_checks import check_known, check_mode, check_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,9 +35,6 @@ SHAPE_PARTS = ("piece_numel", "chunk_bytes", "worth_bytes", "token_tile")
 
 PLANNERS = ("just_in_time", "one_ahead", "largest_first", "greedy", "cached_prefetch")
 """Names that option `planner` takes."""
-
-MODES = ("default", "max-autotune-no-cudagraphs")
-_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +94,12 @@ class Config:
     them, as ZeRO-3 does; `False`: none, as ZeRO-2, which sends two thirds of the bytes and holds all full parameters at once.
     `"auto"`: those stay gathered for which a declared `device_memory` has room beside everything else; without one, none. One
     process gathers nothing. Numbers are the same for any."""
+
+    reduce_grads: str = "backward"
+    """When gradients are averaged over several ranks. `"backward"`: in each, so that a rank holds 1/N of them, as with ZeRO-3 and
+    ZeRO-2. `"step"`: once, when they are first read, by clipping or by the step; until then they are added up whole, on the
+    device, as with ZeRO-1, and with FSDP2's `set_requires_gradient_sync(False)`. Several backwards in a step so send less, and
+    round in another order. Those of parameters in tiles are reduced in each backward all the same."""
 
     update: str | None = None
     """Place of the optimizer's update: `"host"` or `"device"`. Default: the side of the optimizer's states, which then never move
@@ -227,6 +231,7 @@ class Config:
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
             + (f" activations={self.activations}" if self.activations != AUTO else "")
             + (f" reshard_after_forward={self.reshard_after_forward}" if self.reshard_after_forward != AUTO else "")
+            + (f" reduce_grads={self.reduce_grads}" if self.reduce_grads != "backward" else "")
             + (f" machine={with_digest(self.machine)}" if self.machine is not None else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self._pinned().items())}" if self.compute_shape else "")
@@ -254,6 +259,7 @@ class Config:
             reduce_dtype=self.reduction,
             tile=self.tile_bytes,
             piece_numel=self.shape().piece_numel,
+            reduce_grads=self.reduce_grads,
         )
 
     def saved_values(self) -> Tier:
@@ -275,19 +281,20 @@ class Config:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _validate(self) -> None:
-        _check_known("compute", self.compute, self.compute in ("fx", "inductor"), "'fx', 'inductor'")
-        self._validate_mode()
+        check_known("compute", self.compute, self.compute in ("fx", "inductor"), "'fx', 'inductor'")
+        check_mode(self.mode, compute=self.compute)
         self._validate_tiers()
-        _check_known("on_refusal", self.on_refusal, self.on_refusal in ("fx", "error"), "'fx', 'error'")
+        check_known("on_refusal", self.on_refusal, self.on_refusal in ("fx", "error"), "'fx', 'error'")
         is_choice = self.chunk_loss is None or isinstance(self.chunk_loss, bool)
-        _check_known("chunk_loss", self.chunk_loss, is_choice, "True, False, or None for logits above 256 MiB")
+        check_known("chunk_loss", self.chunk_loss, is_choice, "True, False, or None for logits above 256 MiB")
         is_planner = self.planner is None or callable(self.planner) or self.planner in PLANNERS
         planners = f"{', '.join(map(repr, PLANNERS))}, or a function that takes a StepProblem and returns a Plan"
-        _check_known("planner", self.planner, is_planner, planners)
+        check_known("planner", self.planner, is_planner, planners)
         is_choice = self.reshard_after_forward == AUTO or isinstance(self.reshard_after_forward, bool)
-        _check_known("reshard_after_forward", self.reshard_after_forward, is_choice, "True, False, 'auto'")
+        check_known("reshard_after_forward", self.reshard_after_forward, is_choice, "True, False, 'auto'")
+        check_known("reduce_grads", self.reduce_grads, self.reduce_grads in ("backward", "step"), "'backward', 'step'")
         is_profile = isinstance(self.machine, str | os.PathLike | None)
-        _check_known("machine", self.machine, is_profile, "a profile's name, or the path of its file")
+        check_known("machine", self.machine, is_profile, "a profile's name, or the path of its file")
         self._validate_shape()
         self._validate_checkpoint()
         parse_dtype(self.reduce_dtype, option="reduce_dtype")
@@ -298,19 +305,7 @@ class Config:
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
         if not number or not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
             raise OptionError(f"option timeout_s={self.timeout_s!r} is not a positive number of seconds")
-        if self.process_group is not None and self.mesh is not None:
-            raise OptionError("options process_group and mesh exclude each other: give one of them")
-        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
-            raise OptionError(
-                f"option process_group is a {type(self.process_group).__name__}; accepted: what torch.distributed.new_group "
-                "returns on a member of the group"
-            )
-        if self.mesh is not None:
-            from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415  (costs an import only when used)
-
-            if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 1:
-                found = f"{self.mesh.ndim}-dimensional" if isinstance(self.mesh, DeviceMesh) else type(self.mesh).__name__
-                raise OptionError(f"option mesh is {found}; accepted: a one-dimensional DeviceMesh (slice it by name first)")
+        check_ranks(self.process_group, self.mesh)
 
     def _validate_checkpoint(self) -> None:
         given = self.checkpoint
@@ -349,11 +344,16 @@ class Config:
     def _validate_tiers(self) -> None:
         for option in KINDS:
             word, words = getattr(self, option), (AUTO, *all_tiers())
-            _check_known(option, word, word in words, ", ".join(map(repr, words)))
+            check_known(option, word, word in words, ", ".join(map(repr, words)))
         words = (AUTO, "keep", RECOMPUTE, *filter(Tier.DEVICE.__ne__, all_tiers()))
-        _check_known("activations", self.activations, self.activations in words, ", ".join(map(repr, words)))
-        _check_known("update", self.update, self.update in (None, "host", "device"), "'host', 'device'")
-        _check_known("master", self.master, self.master in (None, "float32"), "'float32'")
+        check_known("activations", self.activations, self.activations in words, ", ".join(map(repr, words)))
+        check_known("update", self.update, self.update in (None, "host", "device"), "'host', 'device'")
+        check_known("master", self.master, self.master in (None, "float32"), "'float32'")
+        if self.reduce_grads == "step" and self.grads not in (AUTO, Tier.DEVICE):
+            raise OptionError(
+                f"option reduce_grads='step' keeps full gradients on the device, and grads={self.grads!r} asks for another tier: "
+                "omit one of the two"
+            )
         free = [option for option in KINDS if getattr(self, option) == AUTO]
         on_drives = [option for option in KINDS if option not in free and Tier(getattr(self, option)).in_folders]
         on_drives += ["activations"] if self.saved_values().in_folders else []
@@ -376,23 +376,3 @@ class Config:
                 raise OptionError(
                     f"option nvme: {folder!r} is no folder that this process may write to; make it, or name another"
                 )
-
-    def _validate_mode(self) -> None:
-        accepted = "accepted: " + ", ".join(map(repr, MODES))
-        if self.mode in _WITH_CUDA_GRAPHS:
-            raise OptionError(
-                f"mode={self.mode!r} asks for CUDA graphs, which replay fixed addresses, while parameters are gathered into "
-                f"buffers that move from call to call; {accepted}"
-            )
-        if self.mode not in MODES:
-            raise OptionError(f"mode={self.mode!r} is not known to backend 'zero_infinity'; {accepted}")
-        if self.mode != "default" and self.compute != "inductor":
-            raise OptionError(
-                f"mode={self.mode!r} chooses among Inductor's kernels, and compute={self.compute!r} uses none of them; omit the "
-                "mode or set compute='inductor'"
-            )
-
-
-def _check_known(option: str, value: object, is_known: bool, accepted: str) -> None:
-    if not is_known:
-        raise OptionError(f"option {option}={value!r} is not known; accepted: {accepted}")

@@ -14,6 +14,7 @@ from zinf_compile.passes.graph.node_facts import (
     counts_all,
     group_of,
     is_collective,
+    reduced_at_step,
     slot_behind,
     wire_bytes,
     wire_format,
@@ -36,12 +37,14 @@ def measure_needs(graph: fx.Graph, *, counts: Counts = counts_all) -> GraphMemor
     left = reduced = together = under_way = last = converting = converted = 0
     for node in graph.nodes:
         if node.target is ops.reduce_scatter:
-            if not together:
-                under_way = last
             own = slot_behind(node).bytes if wire_type(node) != slot_behind(node).dtype else 0
-            together += wire_bytes(node) + own
             converting += own
             converted = max(converted, converting)
+            if reduced_at_step(node):  # among the gradients that are held
+                continue
+            if not together:
+                under_way = last
+            together += wire_bytes(node) + own
             group = group_of(node)
             last = last + wire_bytes(node) if group == last_group != LONE_GROUP else wire_bytes(node)
             last_group = group

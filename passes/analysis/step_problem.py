@@ -5,6 +5,7 @@ Graphs are as `region_passes` leave them: gathers just in time, transfers at the
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections import Counter, defaultdict
@@ -15,9 +16,9 @@ from torch import fx
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes.graph.node_facts import slot_behind, wire_format, wire_type
+from zinf_compile.passes.graph.node_facts import reduced_at_step, slot_behind, wire_format, wire_type
 from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.problem_parts import Region, StatePiece, Unit
+from zinf_compile.plan.problem_parts import Allowed, Region, StatePiece, Unit
 
 from .liveness import peak_of_regions
 from .region_facts import bytes_of_region, kind_of, operations_of, owners_of, place_of, shape_of, type_of
@@ -54,7 +55,7 @@ def problem_of_runs(pairs: Sequence[Pair], order: Sequence[tuple[int, bool]], fa
         saved=tuple(saved_rows(runs, saved, facts.saved_choices)),
         pieces=() if facts.only_params else tuple(_pieces(units, members, facts)),
         world_size=facts.world_size,
-        allowed=facts.allowed,
+        allowed=_allowed(facts, units),
         name=name,
     )
 
@@ -145,6 +146,7 @@ def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], f
     uses: dict[str, set[int]] = defaultdict(set)
     gathers: dict[str, fx.Node] = {}
     gradients: dict[str, set[int]] = defaultdict(set)
+    at_step: set[str] = set()
     for run in runs:
         for stay in run.regions.residences:
             own = slot_behind(stay.gather).name
@@ -152,6 +154,7 @@ def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], f
             gathers.setdefault(own, stay.gather)
         for node, region in run.regions.reductions:
             gradients[slot_behind(node).name].add(run.first + region)
+            at_step |= {slot_behind(node).name} if reduced_at_step(node) else set()
     size = facts.world_size
     for name, slots in members.items():
         gather = gathers.get(slots[0].name)
@@ -172,10 +175,17 @@ def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], f
             gradients=tuple(sorted(gradients[slots[0].name])) if reduces else (),
             gradient_bytes=sum(map(reduced.bytes, shards)) if reduces else 0,
             full_gradient_bytes=sum(reduced.bytes(slot.numel) for slot in slots) if reduces and size > 1 else 0,
+            reduced_at_step=reduces and slots[0].name in at_step,
             reduced_bytes=(size - 1) * sum(map(reduced.bytes, shards)) if reduces else 0,
             structure=_digest((_pattern(name), [slot.shape for slot in slots], str(slots[0].dtype))),
             home=facts.home(slots[0]),
         )
+
+
+def _allowed(facts: StepFacts, units: Sequence[Unit]) -> Allowed:
+    """Return what is allowed: gradients that are kept whole until the step don't leave the device."""
+    at_step = any(unit.reduced_at_step for unit in units)
+    return dataclasses.replace(facts.allowed, grads=(Tier.DEVICE,)) if at_step else facts.allowed
 
 
 def _pieces(units: Sequence[Unit], members: dict[str, tuple[ParameterSlot, ...]], facts: StepFacts) -> Iterator[StatePiece]:

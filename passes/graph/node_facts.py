@@ -255,7 +255,12 @@ def group_of(node: fx.Node) -> int:
 def is_collective(node: fx.Node) -> bool:
     """Return whether the operator is a collective: all ranks take part in it, in the same order."""
     spec = SPECS.get(node.target)
-    return spec is not None and spec.collective
+    return spec is not None and spec.collective and not reduced_at_step(node)
+
+
+def reduced_at_step(node: fx.Node) -> bool:
+    """Return whether the operator keeps a full gradient, whose reduction is the step's."""
+    return argument_of(node, "at_step") is True
 
 
 def hop_of(node: fx.Node) -> tuple[str, str]:

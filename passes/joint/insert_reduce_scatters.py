@@ -21,7 +21,8 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
         before:  y = mm(w, x);  t = t(x);  dw = mm(dy, t);                               return [y, dw, None]
         after:   y = mm(w, x);  t = t(x);  dw = mm(dy, t);  s = reduce_scatter(dw, w);   return [y, s, None]
 
-    The operator has `dtype=` if the gradient is reduced in another type than the parameter's.
+    The operator has `dtype=` if the gradient is reduced in another type than the parameter's, and `at_step=True` if it is kept
+    whole until the step; a gradient in tiles never is.
 
     Runs on the joint graph before partitioning. The use of `w` makes the partitioner pass the hollow parameter to the backward,
     at no cost, even if the gradient's formula doesn't read it (biases, the first layer).
@@ -45,8 +46,10 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _reduce(graph: fx.Graph, grad: fx.Node, unit: fx.Node) -> fx.Node:
-    dtype = slot_behind(unit).reduced_in
-    kwargs: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    slot = slot_behind(unit)
+    kwargs: dict[str, Any] = {} if slot.reduced_in is None else {"dtype": slot.reduced_in}
+    if slot.reduced_at_step and slot.tile is None:
+        kwargs["at_step"] = True
     shard = graph.create_node("call_function", ops.reduce_scatter, (grad, unit, LONE_GROUP), kwargs, name="shard")
     shard.meta["val"] = torch.empty_like(grad.meta["val"])
     shard.meta["partitioner_tag"] = "is_backward"

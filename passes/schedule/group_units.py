@@ -12,7 +12,7 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.analysis.blocks import choose_regions
-from zinf_compile.passes.graph.node_facts import set_group, slot_behind, wire_type
+from zinf_compile.passes.graph.node_facts import reduced_at_step, set_group, slot_behind, wire_type
 
 
 def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
@@ -22,7 +22,7 @@ def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
         after:   g = all_gather(w0, 0);  h = all_gather(w1, 0);  v = wait(g);  a = mm(x, v);  u = wait(h);  b = mm(a, u)
 
     Gathers move up to the first of their group, reduce-scatters down to the last. Groups follow from order, sizes and data types
-    of the units alone, so ranks with other batch shapes form the same groups.
+    of the units alone, so ranks with other batch shapes form the same groups. Reductions at the step are the runtime's to group.
     """
     gathers = [node for node in gm.graph.nodes if node.target is ops.all_gather]
     for number, group in enumerate(_groups(gathers, bucket_bytes)):
@@ -30,7 +30,7 @@ def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
             earlier.append(node)
         for node in group:
             set_group(node, number)
-    reductions = [node for node in gm.graph.nodes if node.target is ops.reduce_scatter]
+    reductions = [node for node in gm.graph.nodes if node.target is ops.reduce_scatter and not reduced_at_step(node)]
     for number, group in enumerate(_groups(reductions, bucket_bytes)):
         for node, later in zip(group[-2::-1], group[:0:-1], strict=True):
             later.prepend(node)

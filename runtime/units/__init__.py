@@ -20,6 +20,8 @@ twin — A copy of a partitioned parameter, partitioned alike: each rank copies 
 unit — A partitioned parameter on one rank: its shard, its tiles, and its whole value.
 updatable — What a step has still to do to a unit, and whether the unit's values are all of one step.
 whole — A unit's shards to its flat whole and back, in one call on the lane of gathers. Collective operations.
+whole_gradient — Full gradients that a rank keeps until the step: those of further backwards are added to them, and then
+    they are reduced, once.
 whole_unit — A whole parameter as a unit: how its optimizer states are laid out over the ranks, while its value stays whole
     on each.
 """

@@ -39,6 +39,11 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"grads": None}, "grads=None is not known; accepted: 'auto', 'device', 'host', 'nvme'"),
     ({"params": "nvme"}, "params='nvme' needs a drive: add nvme='/path"),
     ({"grads": "nvme", "optimizer": "nvme"}, "grads='nvme' needs a drive: add nvme='/path"),
+    ({"reduce_grads": "always"}, "reduce_grads='always' is not known; accepted: 'backward', 'step'"),
+    (
+        {"reduce_grads": "step", "grads": "host"},
+        "option reduce_grads='step' keeps full gradients on the device, and grads='host' asks for another tier",
+    ),
     ({"reshard_after_forward": "no"}, "reshard_after_forward='no' is not known; accepted: True, False, 'auto'"),
     ({"reshard_after_forward": 1}, "reshard_after_forward=1 is not known; accepted: True, False, 'auto'"),
     ({"update": "gpu"}, "update='gpu' is not known; accepted: 'host', 'device'"),

@@ -27,6 +27,7 @@ TIERS = st.sampled_from(["device", "host", "nvme"])
 )
 @example([97], {"params": "device", "grads": "device", "optimizer": "device"}, False, True, 1 << 13, 512)
 @example([5, 97], {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}, False, False, None, 512)
+@example([5, 97], {"params": "host", "grads": "device", "optimizer": "nvme", "reduce_grads": "step"}, False, True, None, 512)
 @example([97], {"params": "host", "grads": "nvme", "optimizer": "host"}, True, True, 1 << 13, 512)
 def test_what_the_model_says_is_what_each_rank_measures(
     widths: list[int], placement: dict[str, str], apart: bool, master: bool, tile: int | None, bucket: int

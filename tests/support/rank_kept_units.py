@@ -63,7 +63,7 @@ class Run:
         self.optimizer = adamw([p for p in self.model.parameters() if p.requires_grad])
         self.call: Any = torch.compile(self.model, backend=BACKEND, options={"compute": "fx", "bucket": "4KiB", **options})
         self._generator = torch.Generator().manual_seed(rank)
-        self._tokens = model is Tied
+        self._tokens = issubclass(model, Tied)
         self.losses: list[float] = []
 
     def batch(self, rows: int = 3) -> torch.Tensor:

@@ -28,6 +28,7 @@ from zinf_compile.ir.tiers import Placement
 from zinf_compile.ir.tiling import cut_parameter
 from zinf_compile.passes.graph.node_facts import mark_buffer, mark_name, mark_slot, user_line
 from zinf_compile.runtime.comm.shard_group import ShardGroup
+from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.system.accelerator import converting_methods
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import unit_of
@@ -87,9 +88,9 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
 def cut_into_tiles(
     captured: Captured, inputs: Sequence[object], placement: Placement, group: ShardGroup, *, from_placement: bool = False
 ) -> Captured:
-    """Add to each slot its tiles and the data type in which its gradient is reduced.
+    """Add to each slot its tiles, and the data type in which and when its gradient is reduced.
 
-    Both come from the unit of a partitioned parameter, else from `placement` and `group`; with `from_placement` always from
+    All come from the unit of a partitioned parameter, else from `placement` and `group`; with `from_placement` always from
     `placement` and, of a partitioned parameter, its unit's group.
     """
     slots = {}
@@ -103,8 +104,13 @@ def cut_into_tiles(
             own = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
             reduced_in = own.reduce_dtype_of(slot.dtype)
         else:
-            tiles, reduced_in = unit.boxes, unit.reduce_dtype
-        slots[index] = dataclasses.replace(slot, tiles=tiles, reduced_in=reduced_in if reduced_in != slot.dtype else None)
+            own, size, tiles, reduced_in = unit.placement, unit.shard_group.size, unit.boxes, unit.reduce_dtype
+        slots[index] = dataclasses.replace(
+            slot,
+            tiles=tiles,
+            reduced_in=reduced_in if reduced_in != slot.dtype else None,
+            reduced_at_step=own.gradient_numel(slot.numel, shard_numel(slot.numel, size), tiled=bool(tiles)) > slot.numel,
+        )
     return dataclasses.replace(captured, slots=slots)
 
 

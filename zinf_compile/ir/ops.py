@@ -22,7 +22,9 @@
 the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
 issued together (-1: alone); gradients are swapped out together where they were reduced together. With a `dtype`, shards are
 cast to that narrower type before they are sent, and the full unit has that type. `reduce_scatter(..., dtype=)` casts a gradient
-before it is sent, mostly to a wider type, which its shard then has; its result still shows the parameter's type. Handles and
+before it is sent, mostly to a wider type, which its shard then has; its result still shows the parameter's type. One
+`at_step=True` sends nothing here: the full gradient is kept, those of further backwards are added to it, and it is reduced when
+its shard is first read, by clipping or by the step. Handles and
 results have the logical shape of the parameter, so that the graph type-checks as if nothing were partitioned.
 
 A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
@@ -101,7 +103,12 @@ def _keep_for_backward(full: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce_scatter(
-    grad: torch.Tensor, unit: torch.Tensor, group: int = LONE_GROUP, *, dtype: torch.dtype | None = None
+    grad: torch.Tensor,
+    unit: torch.Tensor,
+    group: int = LONE_GROUP,
+    *,
+    dtype: torch.dtype | None = None,
+    at_step: bool = False,
 ) -> torch.Tensor:
     return grad.clone() if dtype is None else grad.to(dtype, copy=True).to(grad.dtype)
 
@@ -210,7 +217,7 @@ gather_rows = define(
 reduce_scatter = define(
     OpSpec(
         name="reduce_scatter",
-        schema="(Tensor grad, Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor",
+        schema="(Tensor grad, Tensor unit, int group=-1, *, ScalarType? dtype=None, bool at_step=False) -> Tensor",
         kernel=_reduce_scatter,
         step=Reduce.of,
         lane=REDUCE,

@@ -36,6 +36,8 @@ class ParameterSlot:
     """Boxes of its tiles; none where it is gathered as a whole."""
     reduced_in: torch.dtype | None = None
     """The type of its gradient between ranks and until the step; None: its own."""
+    reduced_at_step: bool = False
+    """Its gradient is kept whole until the step, and reduced then."""
     tile: int | None = None
     """The number of the tile, where the slot is one of a parameter's tiles."""
 

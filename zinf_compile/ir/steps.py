@@ -241,12 +241,14 @@ class Reduce:
     """(register of the gradient, of the hollow parameter, of the result, and aliases of the gradient's memory)."""
     dtype: torch.dtype
     """The type in which gradients are sent and their shards kept; gradients of another type are cast before."""
+    at_step: bool = False
+    """Keep them whole instead, until their shards are first read."""
 
     @classmethod
     def of(cls, issued: Sequence[Issued]) -> Reduce:
         """Make one step of the reductions of one group."""
         members = tuple((i.args["grad"], i.args["unit"], i.out, i.alias()) for i in issued)
-        return cls(issued[0].args["group"], members, issued[0].dtype)
+        return cls(issued[0].args["group"], members, issued[0].dtype, issued[0].args["at_step"])
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -141,6 +141,9 @@ class Placement:
     piece_numel: int = PIECE_NUMEL
     """Elements of a piece of a shard, see `ComputeShape`."""
 
+    reduce_grads: str = "backward"
+    """When gradients are reduced over ranks: in each "backward", or at the "step", until which they are added up whole."""
+
     def __post_init__(self) -> None:
         """Let tiers be given by their words."""
         for field in ("params", "grads", "optimizer"):
@@ -163,15 +166,24 @@ class Placement:
             return dtype
         return self.reduce_dtype or self.master_of(dtype) or dtype
 
+    def gradient_numel(self, numel: int, shard: int, *, tiled: bool) -> int:
+        """Return the elements that a rank holds of the gradient of a parameter of `numel`, whose shard has `shard`.
+
+        Where it is kept whole until the step, that and the shard; gradients of parameters in tiles are not.
+        """
+        return shard + numel if self.reduce_grads == "step" and not tiled and shard < numel else shard
+
     def of_parameter(self, *, dim: int, numel: int) -> Placement:
         """Return where the states of one parameter live: one without dimensions, or without elements, stays on the device.
 
-        The former is updated, and its gradient reduced, in the types that are said here.
+        The former is updated, and its gradient reduced, in the types, and when, it is said here.
         """
         if dim and numel:
             return self
         own = dataclasses.replace(ON_DEVICE, piece_numel=self.piece_numel)
-        return dataclasses.replace(own, master=self.master, reduce_dtype=self.reduce_dtype) if numel else own
+        if not numel:
+            return own
+        return dataclasses.replace(own, master=self.master, reduce_dtype=self.reduce_dtype, reduce_grads=self.reduce_grads)
 
     def streams_values(self, topology: Topology) -> bool:
         """Say whether parameters and gradients must be loaded to where they are updated."""

@@ -198,7 +198,7 @@ def held_memory(
     topology: Topology,
     held: Collection[int] = (),
 ) -> tuple[Sides, Sides, Sides]:
-    """Return the memory of shards, of one reduced gradient per trained parameter, and of states, as `MemoryModel` has them."""
+    """Return the memory of shards, of one gradient per trained parameter, and of states, as `MemoryModel` has them."""
     own = [(slot, placements.of(slot), shard_numel(slot.numel, size)) for slot in slots]
     trained = [row for row in own if row[0].requires_grad]
     states = (
@@ -209,7 +209,9 @@ def held_memory(
     )
     return (
         resident(((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held), topology),
-        resident(((at.grads, n, at.reduce_dtype_of(slot.dtype)) for slot, at, n in trained), topology),
+        resident(
+            ((at.grads, gradient_numel(slot, at, size), at.reduce_dtype_of(slot.dtype)) for slot, at, _ in trained), topology
+        ),
         resident(states, topology),
     )
 
@@ -226,6 +228,12 @@ def resident(parts: Iterable[tuple[Tier, int, torch.dtype]], topology: Topology)
 def shard_numel(numel: int, size: int) -> int:
     """Return the elements of a shard, with padding."""
     return math.ceil(numel / size)
+
+
+def gradient_numel(slot: ParameterSlot, placement: Placement, size: int) -> int:
+    """Return the elements of a parameter's gradient that a rank holds, see `Placement.gradient_numel`."""
+    tiled = bool(slot.tiles) or slot.tile is not None
+    return placement.gradient_numel(slot.numel, shard_numel(slot.numel, size), tiled=tiled)
 
 
 def adam_states(placement: Placement, dtype: torch.dtype) -> dict[str, torch.dtype]:

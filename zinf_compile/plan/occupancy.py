@@ -161,6 +161,9 @@ def _gradients(problem: StepProblem, plan: Plan) -> Iterator[Interval]:
         size, late = unit.full_gradient_bytes, reduction.start == problem.count
         what = f"full gradient of {unit.name}"
         yield Interval(device, what, size, reduction.regions[0], reduction.due, through_step=late)
+        for region in reduction.regions[1:]:  # which autograd adds behind its graph
+            end = last_region(problem, region) + 1
+            yield Interval(device, f"{what}, added", size + unit.gradient_bytes, region, end)
         shards[unit.name].append((reduction.start, reduction.due))
     for unit in problem.units:
         if not unit.gradients:
@@ -191,6 +194,16 @@ def _gradients(problem: StepProblem, plan: Plan) -> Iterator[Interval]:
                 end = further[number].due if number < len(further) else store.due
             late = end == problem.count
             yield Interval(store.to, what, unit.gradient_bytes, store.start, end, through_step=late)
+
+
+def last_region(problem: StepProblem, region: int) -> int:
+    """Return the last region of the run of a graph that `region` is part of."""
+    own = problem.regions[region]
+    while region + 1 < problem.count and problem.regions[region + 1].graph == own.graph:
+        if problem.regions[region + 1].micro_batch != own.micro_batch:
+            break
+        region += 1
+    return region
 
 
 def updated_by(plan: Plan, problem: StepProblem) -> dict[str, int]:

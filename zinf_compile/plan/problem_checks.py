@@ -124,6 +124,10 @@ def _check_units(problem: ProblemParts) -> None:
             raise PlanError(f"{where} is used in no region; leave it out, and count its bytes as reserved")
         if problem.world_size > 1 and not unit.is_gathered:
             raise PlanError(f"{where} has no full bytes, on {problem.world_size} ranks; a gather makes a full copy")
+        if unit.reduced_at_step and not unit.full_gradient_bytes:
+            raise PlanError(f"{where} is reduced at the step, but has no full gradient: one rank reduces nothing")
+        if unit.reduced_at_step and problem.allowed.grads != (problem.device,):
+            raise PlanError(f"{where} is reduced at the step: until then its gradient can't leave the device, and may")
         if unit.gradients and not unit.trained:
             raise PlanError(f"{where} has gradients, but isn't trained")
 

@@ -49,6 +49,8 @@ class Unit:
     """The gradient before its reduction; 0 on one rank: the region then accumulates into `gradient_bytes`."""
     reduced_bytes: int = 0
     """What this rank sends in a reduction."""
+    reduced_at_step: bool = False
+    """Its full gradients are added up on the device until the step, and reduced there, once."""
     structure: str = ""
     home: Tier | None = None
     """The tier on which the shard lives, where that is decided; None: on any that is allowed."""

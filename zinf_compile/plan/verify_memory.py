@@ -102,6 +102,10 @@ def _gradients(problem: StepProblem, plan: Plan, sums: _Sums) -> None:
         sums.regions(device, unit.full_gradient_bytes, min(reduction.regions), reduction.due)
         if reduction.start == count:
             sums.step(device, unit.full_gradient_bytes)
+        runs = [(region.graph, region.micro_batch) for region in problem.regions]
+        for added in reduction.regions[1:]:
+            behind = next((number for number in range(added, count) if runs[number] != runs[added]), count)
+            sums.regions(device, unit.full_gradient_bytes + unit.gradient_bytes, added, behind)
         reductions[unit.name].append((reduction.start, reduction.due))
     stored: dict[tuple[str, Tier], list[tuple[int, int, Tier]]] = defaultdict(list)
     for store in plan.local.stores:

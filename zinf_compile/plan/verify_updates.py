@@ -32,6 +32,9 @@ def check_gradients(problem: StepProblem, plan: Plan) -> list[str]:
             wrong += [
                 f"{row}: region {max(row.regions)} has not run yet" for row in own if row.start <= max(row.regions, default=0)
             ]
+            if unit.reduced_at_step:
+                early = [row for row in own if row.start < problem.count]
+                wrong += [f"{row}: the gradient is added up until the step" for row in early]
         elif own:
             wrong.append(f"{own[0]}: no full gradient is there to be reduced")
         if unit.gradients:

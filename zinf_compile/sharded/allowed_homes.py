@@ -20,6 +20,7 @@ def allowed_homes(config: Config, topology: Topology) -> dict[str, tuple[Tier, .
     tiers += [Tier.HOST] if topology.host_apart and (capped or folders) else []
     tiers += [Tier.NVME] if folders else []
     words = {kind: getattr(config, kind) for kind in KINDS}
+    words["grads"] = Tier.DEVICE if config.reduce_grads == "step" else words["grads"]  # whole, they are not moved
     return {kind: tuple(tiers) if word == AUTO else (Tier(word),) for kind, word in words.items()}
 
 

@@ -16,6 +16,7 @@ from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.shard_values import OffloadedGradientShard, pieces_of
 from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.runtime.units.whole import gather_whole
+from zinf_compile.runtime.units.whole_gradient import WholeGradient
 
 
 class ShardedGradient(torch.Tensor):
@@ -53,6 +54,11 @@ class ShardedGradient(torch.Tensor):
     def unit(self) -> Unit:
         """The partitioned parameter this is a gradient of."""
         return self._unit
+
+    @property
+    def pending(self) -> Pending:
+        """The transfer after which the shard is there."""
+        return self._pending
 
     @property
     def kept_dtype(self) -> torch.dtype:
@@ -119,6 +125,16 @@ class ShardedGradient(torch.Tensor):
             return tile.part(self.local())
         with tile.context.lanes.meter.waiting():
             return offloaded.load_part(tile)
+
+    def add_whole(self, other: ShardedGradient, *, in_place: bool) -> ShardedGradient | None:
+        """Return the sum with another gradient of the unit, where neither needs to be reduced for that; else None."""
+        mine, theirs = self._pending, other._pending
+        if not (isinstance(mine, WholeGradient) and isinstance(theirs, WholeGradient)):
+            return None
+        if in_place:
+            return self if mine.add(theirs) else None
+        total = mine.plus(theirs)
+        return None if total is None else ShardedGradient(self._unit, total.shard, total, self.dtype)
 
     def shares(self, shard: torch.Tensor) -> bool:
         """Say whether this is its shard."""

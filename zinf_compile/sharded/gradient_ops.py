@@ -76,6 +76,8 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
     packet = func._schema.name.split("::")[-1]
     if packet in ("detach", "alias"):
         return args[0].alias()
+    if packet in ("add", "add_") and (added := _add_whole(args, kwargs, in_place=packet == "add_")) is not None:
+        return added
     if packet in _NORMS:
         return _NORMS[packet](func, args, kwargs)
     if packet == "_amp_foreach_non_finite_check_and_unscale_":
@@ -140,6 +142,17 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
     result = func(*[_local_argument(a, unit) for a in args], **{k: _local_argument(v, unit) for k, v in kwargs.items()})
     return _wrapped(unit, result, *shown_types(func, args, kwargs, [result]))
+
+
+def _add_whole(args: Sequence[Any], kwargs: dict[str, Any], *, in_place: bool) -> ShardedGradient | None:
+    """Return the sum of two gradients of a parameter that are kept whole until the step; None where others are to be added.
+
+    So autograd adds what further backwards give, and what several graphs of one do.
+    """
+    mine, other = args[0], args[1]
+    if kwargs or not (isinstance(mine, ShardedGradient) and isinstance(other, ShardedGradient)) or mine.unit is not other.unit:
+        return None
+    return mine.add_whole(other, in_place=in_place) if mine.dtype == other.dtype else None
 
 
 class _Scalar:

@@ -12,7 +12,7 @@ from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.plan.fill_homes import Excess, fill_homes
-from zinf_compile.plan.memory_model import adam_states, model_memory, shard_numel
+from zinf_compile.plan.memory_model import adam_states, gradient_numel, model_memory, shard_numel
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed, Memory, Region, StatePiece, Unit
@@ -101,7 +101,7 @@ def _problem(config: Config, slots: Sequence[ParameterSlot], context: Context, r
     units, pieces = [], []
     for number, slot in enumerate(slots):
         name, numel, back = str(slot.index), shard_numel(slot.numel, size), 2 * len(slots) - 1 - number
-        values, gradient = slot.format.bytes(numel), format_of(rest.reduce_dtype_of(slot.dtype)).bytes(numel)
+        values, kept_in = slot.format.bytes(numel), format_of(rest.reduce_dtype_of(slot.dtype))
         states = sum(format_of(dtype).bytes(numel) for dtype in adam_states(rest, slot.dtype).values())
         trained = slot.requires_grad
         units.append(
@@ -111,7 +111,7 @@ def _problem(config: Config, slots: Sequence[ParameterSlot], context: Context, r
                 uses=(number, back) if trained else (number,),
                 trained=trained,
                 gradients=(back,) if trained else (),
-                gradient_bytes=gradient if trained else 0,
+                gradient_bytes=kept_in.bytes(gradient_numel(slot, rest, size)) if trained else 0,
             )
         )
         if trained:
@@ -124,7 +124,7 @@ def _problem(config: Config, slots: Sequence[ParameterSlot], context: Context, r
                     written_bytes=states,
                     value_bytes=values,
                     value_read_bytes=values,
-                    gradient_bytes=gradient,
+                    gradient_bytes=kept_in.bytes(numel),
                 )
             )
     on = {kind: tuple(dict.fromkeys(t if t in tiers else Tier.DEVICE for t in found)) for kind, found in allowed.items()}

@@ -92,7 +92,7 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
         with no_torch_function():
             trained = parameter.requires_grad
         if trained:
-            parts += [(unit.placement.grads, unit.shard_numel, unit.reduce_dtype)] * 2
+            parts += [(unit.placement.grads, unit.gradient_numel, unit.reduce_dtype)] * 2
             parts += [(unit.placement.optimizer, unit.shard_numel, dtype) for dtype in states_of(unit)]
     promised, known = resident(parts, topology), resident(own, topology)
     ledgers = (context.memory.ledger, context.memory.host_ledger)

@@ -144,7 +144,7 @@ def advice_for_shards(placement: Placement, *, topology: Topology, side: Tier) -
 def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
     """Return the bytes of these units' gradients that stay in memory, by side."""
     trained = [unit for unit in units if (parameter := unit.parameter()) is not None and parameter.requires_grad]
-    parts = ((unit.placement.grads, unit.shard_numel, unit.reduce_dtype) for unit in trained)
+    parts = ((unit.placement.grads, unit.gradient_numel, unit.reduce_dtype) for unit in trained)
     found = resident(parts, context.link.topology)
     return {Tier.DEVICE: found.device, Tier.HOST: found.host}
 

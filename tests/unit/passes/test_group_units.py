@@ -46,6 +46,12 @@ def test_gathers_that_fill_a_bucket_each_stay_where_they_are() -> None:
     assert text_of(gm) == NUMBERED.lstrip()
 
 
+def test_reductions_at_the_step_stay_where_gradients_are_made() -> None:
+    text = "r = reduce_scatter(x, w0, at_step=True); a = relu(y); s = reduce_scatter(a, w1, at_step=True)"
+    gm = group_units(graph_of(text, x=X, y=X, w0=W0, w1=W1), bucket_bytes=9 * UNIT)
+    assert text_of(gm).splitlines() == text.split("; ")
+
+
 def test_units_of_two_types_do_not_move_together() -> None:
     half = unit(4, 4, dtype=torch.bfloat16)
     gm = group_units(graph_of(BEFORE.replace("b = mm(a, u)", "b = relu(u)"), x=X, w0=W0, w1=half), bucket_bytes=9 * UNIT)

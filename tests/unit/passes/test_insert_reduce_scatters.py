@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from irtext import copied, example_of, lines_of, results, text_of
 from torch import fx, nn
 from tracing import joint_graph
 
+from zinf_compile.passes.graph.node_facts import mark_slot, slot_of
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.verify import verify
 
@@ -77,3 +79,11 @@ def test_numbers_stay_and_the_joint_graph_is_legal() -> None:
     before = results(copied(gm))
     verify(insert_reduce_scatters(gm), complete=False)
     torch.testing.assert_close(results(gm), before, rtol=0, atol=0)
+
+
+def test_gradients_that_are_kept_whole_until_the_step() -> None:
+    gm = joint_of(lambda w, u, x: torch.mm(u, torch.mm(w, x)))
+    for node in gm.graph.nodes:
+        if (slot := slot_of(node)) is not None:
+            mark_slot(node, dataclasses.replace(slot, reduced_at_step=slot.name == "w"))
+    assert reductions(insert_reduce_scatters(gm)) == ["reduce_scatter(mm_3, u)", "reduce_scatter(mm_4, w, at_step=True)"]

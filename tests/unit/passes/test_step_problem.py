@@ -10,6 +10,7 @@ from step_problems import facts
 from torch import fx
 from tracing import traced
 
+from zinf_compile.ir import ops
 from zinf_compile.passes import region_passes, run_passes
 from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
 from zinf_compile.passes.schedule.align_regions import align_regions
@@ -75,6 +76,17 @@ def test_micro_batches_repeat_regions_and_gradients_but_not_units() -> None:
     assert [region.micro_batch for region in problem.regions] == [0, 0, 0, 1, 1, 1]
     assert [(u.name, u.uses, u.gradients) for u in problem.units] == [("w", (0, 3), ()), ("u", (1, 2, 4, 5), (2, 5))]
     assert [(v.made_in, v.used_in) for v in problem.saved] == [(0, (1, 2)), (3, (4, 5))]
+
+
+def test_gradients_that_are_reduced_at_the_step() -> None:
+    forward, backward = graphs()
+    (reduction,) = [node for node in backward.nodes if node.target is ops.reduce_scatter]
+    reduction.kwargs = {"at_step": True}
+    problem = step_problem([(forward, backward)], facts(world_size=2), micro_batches=2)
+    assert [unit.reduced_at_step for unit in problem.units] == [False, True]
+    assert problem.allowed.grads == ("device",)
+    plan = PLANNERS["just_in_time"](problem)
+    assert [(row.regions, row.start) for row in plan.shared.reductions] == [((2, 5), problem.count)]
 
 
 def test_forwards_run_in_order_and_backwards_in_reverse() -> None:

@@ -13,7 +13,7 @@ from plan_cases import training
 from zinf_compile.errors import PlanError
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.plan import Homes, Plan, Store
-from zinf_compile.plan.planners import just_in_time
+from zinf_compile.plan.planners import PLANNERS, just_in_time
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.verify import check, verify
 
@@ -145,6 +145,25 @@ def test_a_mutation_is_caught_with_the_right_words(name: str) -> None:
     assert any(re.search(words, sentence) for sentence in wrong), wrong
     with pytest.raises(PlanError, match="illegal"):
         check(PROBLEM, mutate())
+
+
+def test_gradients_that_are_reduced_at_the_step() -> None:
+    units = [dataclasses.replace(unit, reduced_at_step=bool(unit.gradients)) for unit in PROBLEM.units]
+    allowed = dataclasses.replace(PROBLEM.allowed, grads=(Tier.DEVICE,))
+    problem = dataclasses.replace(PROBLEM, units=tuple(units), allowed=allowed).with_budgets(device=1 << 20)
+    for name, planner in PLANNERS.items():
+        plan = planner(problem)
+        assert verify(problem, plan) == [], name
+        found = {row.unit: (row.regions, row.start) for row in plan.shared.reductions}
+        assert found == {unit.name: (unit.gradients, STEP) for unit in units}
+    early = (dataclasses.replace(plan.shared.reductions[0], start=STEP - 1), *plan.shared.reductions[1:])
+    wrong = verify(problem, dataclasses.replace(plan, shared=dataclasses.replace(plan.shared, reductions=early)))
+    assert any("the gradient is added up until the step" in sentence for sentence in wrong), wrong
+    with pytest.raises(PlanError, match="until then its gradient can't leave the device, and may"):
+        dataclasses.replace(PROBLEM, units=tuple(units))
+    alone = [dataclasses.replace(unit, full_gradient_bytes=0) for unit in units]
+    with pytest.raises(PlanError, match="but has no full gradient: one rank reduces nothing"):
+        dataclasses.replace(problem, units=tuple(alone))
 
 
 def test_a_byte_over_at_one_moment_is_caught() -> None:

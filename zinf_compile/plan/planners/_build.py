@@ -116,6 +116,9 @@ def _hops(problem: StepProblem, kind: Kind, stay: Stay, source: Tier, until: int
 def _gradients(problem: StepProblem, homes: Homes, reach: tuple[int, int]) -> tuple[list[Reduction], list[Store]]:
     reductions, stores = [], []
     for unit in problem.units:
+        if unit.reduced_at_step:
+            reductions.append(Reduction(unit.name, unit.gradients, problem.count, problem.count))
+            continue
         for region in unit.gradients:
             start = region + 1
             due = max(start, min(start + reach[0], problem.count))
