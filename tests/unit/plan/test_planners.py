@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from plan_cases import SHARES, read_only, read_only_problems, training, training_problems
 
 from zinf_compile.errors import BudgetError
@@ -42,6 +42,8 @@ def check(problem: StepProblem, planner: Callable[[StepProblem], Plan], bound: f
 
 @settings(max_examples=25, deadline=None)
 @given(problem=read_only_problems())
+@example(problem=read_only(6, 6, 0.90625, rate=5.0))
+@example(problem=read_only(5, 3, 0.7, rate=5.0))
 def test_plans_are_legal_and_never_below_the_bound(problem: StepProblem) -> None:
     bound = lower_bound(problem).seconds
     seconds = {name: check(problem, planner, bound) for name, planner in PLANNERS.items()}

@@ -6,6 +6,7 @@ least over the busiest link are planned first, until no other one can be faster.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from ._homes import choices
 from ._residency import best_walk
 from ._updates import deferred
 from .just_in_time import just_in_time
+from .largest_first import largest_first
 
 NAME = "cached_prefetch"
 FAR, NEAR = (64, 16), (4, 1)
@@ -46,6 +48,9 @@ class Effort:
     """Further rooms, each half of the one above: of many large units a small part only fits."""
     walks: int | None = None
     """Rungs that are walked at most, from the one with most memory on; None: all."""
+    largest: bool = False
+    """Whether the plan that keeps the largest units is tried as well: over a slow link what counts is bytes, not when they are
+    used."""
     done: tuple[float, ...] = (0.0,)
     """Boundaries, in steps, until which deferred updates may still write; 0: their last due."""
 
@@ -56,12 +61,12 @@ def effort_for(problem: StepProblem) -> Effort:
     if not problem.pieces:
         few = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
         if size < 40:
-            return Effort(48, few, 1, 1)
-        return Effort(24, (0.0, 0.5, 1.0, 1.5), 1, 1) if size < 500 else Effort(8, (0.5, 1.0), 1, 1)
+            return Effort(48, few, 1, 1, largest=True)
+        return Effort(24, (0.0, 0.5, 1.0, 1.5), 1, 1, largest=True) if size < 500 else Effort(8, (0.5, 1.0), 1, 1)
     if size < 100:
-        return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 1.6, 2.0))
+        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 1.6, 2.0))
     if size < 500:
-        return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 2.0))
+        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 2.0))
     if size < 3000:
         return Effort(4, (1.0,), 8, 4, halvings=6)
     return Effort(4, (1.0,), 8, 3, halvings=6, walks=1)
@@ -82,6 +87,10 @@ def cached_prefetch(problem: StepProblem) -> Plan:
             if best is None or seconds < best[0] * (1 - 1e-9):
                 best = seconds, plan
         planned += found
+    if best is not None and effort.largest:
+        with contextlib.suppress(BudgetError):
+            other = dataclasses.replace(largest_first(problem), planner=NAME)
+            best = min(best, (step_seconds(problem, other), other), key=lambda row: row[0])
     if best is None:
         try:
             return dataclasses.replace(just_in_time(problem), planner=NAME)
