@@ -45,9 +45,14 @@ def drive_rates(folder: str, size: int, seconds: float = SECONDS) -> dict[str, f
 
 
 def io_s(moved: Traffic, rates: dict[str, float]) -> float:
-    """Return the least time for these bytes: no direction is faster than alone, both together no faster than both at once."""
-    alone = max(moved.read / rates["read"], moved.written / rates["write"])
-    return max(alone, sum(moved) / max(rates.values()))
+    """Return the drive's time for these bytes: one direction after the other, or both at once, whichever it was faster with.
+
+    A drive that does both at once as fast as each alone takes the longer of the two; one that shares its rate takes their sum.
+    """
+    alone = moved.read / rates["read"], moved.written / rates["write"]
+    together = min(moved)
+    rest = (moved.read - together) / rates["read"] + (moved.written - together) / rates["write"]
+    return min(sum(alone), max(*alone, 2 * together / rates["both"] + rest))
 
 
 def compute_s(model: dict[str, int], tokens: int, *, forward: bool) -> float:
