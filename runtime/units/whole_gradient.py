@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from zinf_compile._torch import no_torch_function
-from zinf_compile.errors import ZinfError
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.lanes.stream_lane import StreamLane
@@ -32,7 +31,7 @@ GROUP_BYTES = 32 << 20
 class WholeGradient:
     """The full gradient of a unit on this rank, and the shard that it becomes. A `Pending`: who waits for it has it reduced."""
 
-    __slots__ = ("__weakref__", "_added", "_full", "_reduction", "shard", "unit")
+    __slots__ = ("__weakref__", "_full", "_is_zero", "_reduction", "shard", "unit")
 
     def __init__(self, unit: Unit, full: torch.Tensor, shard: torch.Tensor) -> None:
         self.unit = unit
@@ -40,8 +39,7 @@ class WholeGradient:
         """Of the reduced gradient, once it was waited for."""
         self._full: torch.Tensor | None = full
         self._reduction: tuple[Pending, str] | None = None
-        self._added: WholeGradient | None = None
-        """A later one, to be added to the shard once both are reduced."""
+        self._is_zero = False
 
     @property
     def full(self) -> torch.Tensor | None:
@@ -50,14 +48,15 @@ class WholeGradient:
 
     def add(self, other: WholeGradient) -> bool:
         """Add another full gradient of the unit, which stays as it is; return False where one of them is reduced already."""
-        if (more := other._full) is None:
+        if (more := other._full) is None or (self._full is None and not self._is_zero):
             return False
         if self._full is not None:
             self._full += more
-        elif self._added is None:
-            self._added = keep_whole(self.unit, more.clone())
-        else:
-            return self._added.add(other)
+            return True
+        self._full, self._reduction, self._is_zero = more.clone(), None, False
+        ledger = self.unit.context.memory.ledger
+        ledger.track("grads", self._full)
+        self.unit.context.whole_gradients.add(self)
         return True
 
     def plus(self, other: WholeGradient) -> WholeGradient | None:
@@ -66,32 +65,25 @@ class WholeGradient:
             return None
         return keep_whole(self.unit, self._full + other._full)
 
-    def is_behind(self, pending: object) -> bool:
-        """Return whether who waits for `pending` waits for this one."""
-        return pending is self or (isinstance(pending, WholeGradient) and pending._added is self)
+    def drop(self) -> None:
+        """Have no full gradient any more: the shard is about to be overwritten."""
+        self._full = None
 
-    def take(self) -> torch.Tensor:
-        """Return the full gradient, which the caller reduces."""
-        full, self._full = self._full, None
-        assert full is not None, "it is reduced once"
-        return full
+    def is_zero(self) -> None:
+        """Note that the shard is zero: what is added next may stay whole. Nobody may have read it since."""
+        self._is_zero = self._full is None
 
-    def reducing(self, pending: Pending, what: str) -> None:
-        """Note its reduction."""
-        self._reduction = pending, what
+    def begin(self, reduction: Pending, what: str) -> None:
+        """Drop the full gradient, which `reduction` is to bring into the shard."""
+        self._full, self._reduction = None, (reduction, what)
 
     def wait(self) -> None:
         """See `Pending.wait`: have it reduced, and with it all others that are there."""
         if self._full is not None:
             _reduce_with(self)
+        self._is_zero = False  # the caller may change it
         if self._reduction is not None:
-            (pending, what), self._reduction = self._reduction, None
-            self.unit.context.finish(pending, what)
-        if (added := self._added) is not None:
-            self._added = None
-            added.wait()
-            self.shard += added.shard
-            torch.autograd.graph.increment_version(self.shard)  # which PyTorch doesn't below autograd
+            self.unit.context.finish(*self._reduction)
 
 
 def keep_whole(unit: Unit, full: torch.Tensor) -> WholeGradient:
@@ -109,8 +101,6 @@ def _reduce_with(first: WholeGradient) -> None:
     context = first.unit.context
     kept = context.whole_gradients
     chosen = sorted(filter(_is_current, kept), key=lambda each: each.unit.serial) if _is_current(first) else [first]
-    for each in chosen:
-        kept.discard(each)
     for _, alike in itertools.groupby(chosen, key=lambda each: each.unit.shard_group.partition):
         members = list(alike)
         lines = [f"gradient of {each.unit.name}, unit {each.unit.serial}" for each in members]
@@ -126,7 +116,7 @@ def _is_current(each: WholeGradient) -> bool:
         return False
     with no_torch_function():
         grad = parameter.grad
-    return each.is_behind(getattr(grad, "pending", None))
+    return getattr(grad, "pending", None) is each
 
 
 def _groups(members: Sequence[WholeGradient]) -> Iterator[list[WholeGradient]]:
@@ -149,7 +139,9 @@ def _start(group: Sequence[WholeGradient], context: Context) -> None:
     first = group[0].unit
     _, reductions = context.collectives(first.shard_group)
     what = f"reducing the gradients of {first.name}" + (f" and {len(group) - 1} more" if len(group) > 1 else "")
-    parts = [each.unit.split(each.shard, each.take()) for each in group]
+    fulls = [full for each in group if (full := each.full) is not None]
+    parts = [each.unit.split(each.shard, full) for each, full in zip(group, fulls, strict=True)]
+    fulls.clear()
     count = (first.shard_group.size - 1) * sum(each.shard.nbytes for each in group)
 
     def reduce() -> None:
@@ -160,11 +152,9 @@ def _start(group: Sequence[WholeGradient], context: Context) -> None:
         if not isinstance(context.lanes.reduce, StreamLane):  # there it has only begun: it holds them until it is over
             parts.clear()
 
-    try:
-        with context.lanes.meter.waiting():
-            pending = context.lanes.start(context.lanes.reduce, reduce, ended=ended)
-    except RuntimeError as error:
-        raise error if isinstance(error, ZinfError) else context.ranks.explain(error, what) from error
+    with context.lanes.meter.waiting():
+        pending = context.lanes.start(context.lanes.reduce, reduce, ended=ended)
     context.lanes.meter.moved("to ranks", count)
     for each in group:
-        each.reducing(pending, what)
+        each.begin(pending, what)
+        context.whole_gradients.discard(each)

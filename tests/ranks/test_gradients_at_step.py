@@ -13,6 +13,7 @@ from rank_gradients_at_step import (
     in_tiles,
     least_cap,
     one_backward_is_as_before,
+    onto_zeros,
     read_between,
     sent_and_received,
     train,
@@ -67,7 +68,9 @@ def test_gradients_are_read_between_backwards() -> None:
 
 
 def test_what_is_dropped_unread_is_not_sent() -> None:
+    once = LAYERS * 4 * -(-WIDTH * WIDTH // 2)
     assert run_ranks(backwards_without_a_step, 2) == [0, 0]
+    assert run_ranks(onto_zeros, 2) == [3 * once, 3 * once]
 
 
 def test_tiles_are_reduced_in_the_backward() -> None:

@@ -132,11 +132,12 @@ def read_between(rank: int, size: int) -> None:
     mine = {key: p.grad for key, p in run.model.named_parameters()}
     assert all(torch.equal(mine[key].full_tensor(), first[key]) for key in first)
     version = weight.grad._version
-    backward(1)  # is added whole beside a shard that is reduced already
-    backward(2)
+    for number in (1, 2):  # what is reduced already stays so: further ones are reduced to be added
+        backward(number)
+        first = {key: first[key] + more for key, more in whole.averages(size).items()}
     assert weight.grad is mine[name]
     assert weight.grad._version > version
-    assert all(torch.equal(mine[key].full_tensor(), first[key] + more) for key, more in whole.averages(size).items())
+    assert all(torch.equal(mine[key].full_tensor(), first[key]) for key in first)
 
     run.model.zero_grad()
     backward(0)
@@ -154,6 +155,28 @@ def read_between(rank: int, size: int) -> None:
     whole.sums[name] = expected
     assert torch.equal(alone.full_tensor(), whole.averages(size)[name] * 2)
     del held
+
+
+def onto_zeros(rank: int, size: int) -> int:
+    """Keep gradients as objects, and set them to zero, reduced or not: what follows is whole again. Returns the bytes sent."""
+    run = Run(rank, AT_STEP, Plain)
+    whole = Whole(run)
+    for dropped in (0, 2, 0):
+        for number in range(2 + dropped):
+            batch = run.batch()
+            run.call(batch).backward()
+            if number < dropped:
+                run.model.zero_grad(set_to_none=False)
+                continue
+            whole.call(batch).backward()
+            whole.add()
+        expected = whole.averages(size)
+        kept = dict(run.model.named_parameters())
+        assert all(torch.equal(kept[name].grad.full_tensor(), value) for name, value in expected.items())
+        run.model.zero_grad(set_to_none=False)
+        assert not any(parameter.grad.full_tensor().any() for parameter in run.model.parameters())
+        run.model.zero_grad(set_to_none=False)
+    return int(zinf_compile.stats(run.model)["links"]["to ranks"]["bytes"])
 
 
 def backwards_without_a_step(rank: int, size: int) -> int:

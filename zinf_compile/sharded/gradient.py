@@ -126,10 +126,15 @@ class ShardedGradient(torch.Tensor):
         with tile.context.lanes.meter.waiting():
             return offloaded.load_part(tile)
 
+    @property
+    def whole(self) -> WholeGradient | None:
+        """Where it is reduced at the step: the full gradient behind it, or what has become of that."""
+        return self._pending if isinstance(self._pending, WholeGradient) else None
+
     def add_whole(self, other: ShardedGradient, *, in_place: bool) -> ShardedGradient | None:
         """Return the sum with another gradient of the unit, where neither needs to be reduced for that; else None."""
-        mine, theirs = self._pending, other._pending
-        if not (isinstance(mine, WholeGradient) and isinstance(theirs, WholeGradient)):
+        mine, theirs = self.whole, other.whole
+        if mine is None or theirs is None:
             return None
         if in_place:
             return self if mine.add(theirs) else None

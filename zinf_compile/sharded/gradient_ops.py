@@ -65,6 +65,7 @@ _ELEMENTWISE = frozenset(
 """Operators whose result at an element depends on that element alone; also in their in-place and `_foreach_` forms."""
 
 
+_ZEROES = frozenset(["zero_", "_foreach_zero_"])
 _OVERWRITES = frozenset(["fill_", "zero_", "_foreach_zero_"])
 """In-place operators that read nothing of any gradient."""
 
@@ -84,6 +85,8 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
         return unscale(func, args)
     if packet in ("view", "_unsafe_view") and (args[0].offloaded is not None or args[0].unit.shard_group.size > 1):
         return view_of_gradient(func, args[0], args[1:], kwargs)
+    if packet in _ZEROES:
+        return _zero(packet, func, args, kwargs)
     foreach = packet.startswith("_foreach_")
     base = packet.removeprefix("_foreach_").rstrip("_")
     if base in _ELEMENTWISE and isinstance(_first(args), ShardedGradient):
@@ -142,6 +145,18 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
     result = func(*[_local_argument(a, unit) for a in args], **{k: _local_argument(v, unit) for k, v in kwargs.items()})
     return _wrapped(unit, result, *shown_types(func, args, kwargs, [result]))
+
+
+def _zero(packet: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Overwrite gradients with zeros. Full ones that are kept until the step are not reduced for that."""
+    listed = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    wholes = [whole for each in listed if isinstance(each, ShardedGradient) and (whole := each.whole) is not None]
+    for whole in wholes:
+        whole.drop()
+    result = (_elementwise if packet == "zero_" else _foreach)(func, args, kwargs)
+    for whole in wholes:
+        whole.is_zero()
+    return result
 
 
 def _add_whole(args: Sequence[Any], kwargs: dict[str, Any], *, in_place: bool) -> ShardedGradient | None:
