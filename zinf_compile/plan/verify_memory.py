@@ -97,12 +97,12 @@ def _gradients(problem: StepProblem, plan: Plan, sums: _Sums) -> None:
         for name in problem.piece[update.piece].units:
             updated[name] = max(updated[name], update.due)
     reductions: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    runs = [(region.graph, region.micro_batch) for region in problem.regions]
     for reduction in plan.shared.reductions:
         unit = problem.unit[reduction.unit]
         sums.regions(device, unit.full_gradient_bytes, min(reduction.regions), reduction.due)
         if reduction.start == count:
             sums.step(device, unit.full_gradient_bytes)
-        runs = [(region.graph, region.micro_batch) for region in problem.regions]
         for added in reduction.regions[1:]:
             behind = next((number for number in range(added, count) if runs[number] != runs[added]), count)
             sums.regions(device, unit.full_gradient_bytes + unit.gradient_bytes, added, behind)
