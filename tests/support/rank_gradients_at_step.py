@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from named_cap import named_cap
 from rank_kept_units import WIDTH, Plain, Run, Tied, same_state
 from torch import nn
 
@@ -209,7 +210,7 @@ def least_cap(rank: int, size: int) -> tuple[int, int]:
         options = {"tile": "1MiB", "reduce_grads": word}
         with pytest.raises(BudgetError) as refused:
             Run(rank, {**options, "device_memory": 1}, Plain).step()
-        least.append(int(str(refused.value).split("the smallest that works is ")[1].split(" ")[0].rstrip(".,").replace(",", "")))
+        least.append(named_cap(refused.value))
         run = Run(rank, {**options, "device_memory": least[-1]}, Plain)
         run.call(run.batch()).backward()
         run.optimizer.step()

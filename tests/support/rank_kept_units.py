@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from named_cap import named_cap
 from torch import nn
 from training import BACKEND, adamw
 
@@ -137,7 +138,7 @@ def keep_what_fits(rank: int, size: int, ranks_alike: bool) -> list[int]:
     received = []
     with pytest.raises(BudgetError) as refused:
         Run(rank, {"device_memory": 1, "tile": "1MiB"}).step()
-    least = int(str(refused.value).split("the smallest that works is ")[1].split(" ")[0].rstrip(".,").replace(",", ""))
+    least = named_cap(refused.value)
     for more in (0, 20_000, 40_000, 60_000, 200_000):
         run = Run(rank, {"device_memory": least + more, "tile": "1MiB"})
         for _ in range(2):
