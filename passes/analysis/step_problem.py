@@ -154,7 +154,8 @@ def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], f
             gathers.setdefault(own, stay.gather)
         for node, region in run.regions.reductions:
             gradients[slot_behind(node).name].add(run.first + region)
-            at_step |= {slot_behind(node).name} if reduced_at_step(node) else set()
+            if reduced_at_step(node):
+                at_step.add(slot_behind(node).name)
     size = facts.world_size
     for name, slots in members.items():
         gather = gathers.get(slots[0].name)

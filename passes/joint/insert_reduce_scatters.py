@@ -48,7 +48,7 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
 def _reduce(graph: fx.Graph, grad: fx.Node, unit: fx.Node) -> fx.Node:
     slot = slot_behind(unit)
     kwargs: dict[str, Any] = {} if slot.reduced_in is None else {"dtype": slot.reduced_in}
-    if slot.reduced_at_step and slot.tile is None:
+    if slot.reduced_at_step:
         kwargs["at_step"] = True
     shard = graph.create_node("call_function", ops.reduce_scatter, (grad, unit, LONE_GROUP), kwargs, name="shard")
     shard.meta["val"] = torch.empty_like(grad.meta["val"])

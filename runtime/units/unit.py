@@ -122,6 +122,11 @@ class Unit(DenseLayout, Updatable):
         return self.placement.reduce_dtype_of(self.dtype)
 
     @property
+    def reduced_at_step(self) -> bool:
+        """Whether its gradient is kept whole until the step."""
+        return self.placement.reduces_at_step(self.numel, self.shard_numel, tiled=bool(self.boxes))
+
+    @property
     def gradient_numel(self) -> int:
         """The elements that this rank holds of its gradient: the shard's, and all where it is kept whole until the step."""
         return self.placement.gradient_numel(self.numel, self.shard_numel, tiled=bool(self.boxes))

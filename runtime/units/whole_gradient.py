@@ -116,7 +116,7 @@ def _is_current(each: WholeGradient) -> bool:
         return False
     with no_torch_function():
         grad = parameter.grad
-    return getattr(grad, "pending", None) is each
+    return getattr(grad, "whole", None) is each
 
 
 def _groups(members: Sequence[WholeGradient]) -> Iterator[list[WholeGradient]]:

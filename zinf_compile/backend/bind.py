@@ -159,7 +159,7 @@ class Binder:
                         f"reduce them in {slot.reduce_dtype}: several models with different option reduce_dtype or master each "
                         "need model.compile(backend=...) of their own"
                     )
-                elif slot.requires_grad and slot.reduced_at_step != (unit.gradient_numel > unit.numel):
+                elif slot.requires_grad and slot.reduced_at_step != unit.reduced_at_step:
                     raise PartitionedParameterError(
                         f"parameter {slot.name} was partitioned with reduce_grads={unit.placement.reduce_grads!r}, but this "
                         "graph was compiled otherwise: several models with different option reduce_grads each need "

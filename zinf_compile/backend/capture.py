@@ -109,7 +109,7 @@ def cut_into_tiles(
             slot,
             tiles=tiles,
             reduced_in=reduced_in if reduced_in != slot.dtype else None,
-            reduced_at_step=own.gradient_numel(slot.numel, shard_numel(slot.numel, size), tiled=bool(tiles)) > slot.numel,
+            reduced_at_step=own.reduces_at_step(slot.numel, shard_numel(slot.numel, size), tiled=bool(tiles)),
         )
     return dataclasses.replace(captured, slots=slots)
 

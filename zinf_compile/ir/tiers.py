@@ -166,12 +166,16 @@ class Placement:
             return dtype
         return self.reduce_dtype or self.master_of(dtype) or dtype
 
-    def gradient_numel(self, numel: int, shard: int, *, tiled: bool) -> int:
-        """Return the elements that a rank holds of the gradient of a parameter of `numel`, whose shard has `shard`.
+    def reduces_at_step(self, numel: int, shard: int, *, tiled: bool) -> bool:
+        """Return whether the gradient of a parameter of `numel`, whose shard has `shard`, is kept whole until the step.
 
-        Where it is kept whole until the step, that and the shard; gradients of parameters in tiles are not.
+        One in tiles is not, and where the shard is all of it there is nothing to reduce.
         """
-        return shard + numel if self.reduce_grads == "step" and not tiled and shard < numel else shard
+        return self.reduce_grads == "step" and not tiled and shard < numel
+
+    def gradient_numel(self, numel: int, shard: int, *, tiled: bool) -> int:
+        """Return the elements that a rank holds of that gradient: its shard, and all of it where it is kept whole."""
+        return shard + numel * self.reduces_at_step(numel, shard, tiled=tiled)
 
     def of_parameter(self, *, dim: int, numel: int) -> Placement:
         """Return where the states of one parameter live: one without dimensions, or without elements, stays on the device.

@@ -56,11 +56,6 @@ class ShardedGradient(torch.Tensor):
         return self._unit
 
     @property
-    def pending(self) -> Pending:
-        """The transfer after which the shard is there."""
-        return self._pending
-
-    @property
     def kept_dtype(self) -> torch.dtype:
         """The type of the shard."""
         return self._shard.dtype
