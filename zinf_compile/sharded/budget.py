@@ -293,7 +293,8 @@ class GraphBudget:
         computing = transient.compute
         saved = f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
         named = saved + f"{computing.temporaries:,} temporaries of compute, " if computing.peak else ""
-        outside = f"{computing.outside:,} are tensors outside of this graph and rounding, " if computing.outside else ""
+        what = "tensors outside of this graph, workspaces of libraries and rounding"
+        outside = f"{computing.outside:,} are {what}, " if computing.outside else ""
         self._needs.note(
             Need(
                 side=Tier.DEVICE,

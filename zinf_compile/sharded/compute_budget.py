@@ -24,6 +24,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.activations import storages_of
 from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.accelerator import allocated_bytes
+from zinf_compile.runtime.system.library_memory import take_workspaces
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .caps import held_bytes
@@ -153,12 +154,13 @@ def rounding_bytes(
 
 
 def outside_bytes(config: Config, context: Context, inputs: Sequence[Any]) -> Outside:
-    """Return the bytes of an accelerator's memory that are the user's own, beside `inputs` of a graph.
+    """Return the bytes of an accelerator's memory that are the user's own or libraries', beside `inputs` of a graph.
 
     On the CPU nothing tells whose memory is whose: there it is what other graphs have saved.
     """
     if config.device_memory is None:
         return Outside(0, 0)
+    take_workspaces(context.device)
     found = _outside(context, inputs)
     if found.bytes:
         gc.collect()  # what nobody uses any more

@@ -69,7 +69,8 @@ def memory_watch(depth: int = 12) -> Iterator[MemoryWatch]:
 
 def _stack(depth: int) -> tuple[str, ...]:
     found = []
-    frame = sys._getframe(2)
+    frame = sys._getframe().f_back
+    frame = frame and frame.f_back  # none on a thread of autograd's own, in an operator of PyTorch's
     while frame is not None and len(found) < depth:
         code = frame.f_code
         found.append(f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno} {code.co_name}")
