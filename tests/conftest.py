@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
 import getpass
 import logging
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from typing import Any
 
 gc.disable()  # while tests and what they import are read: nothing of it ever goes
 
+import gpu_record  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from heap import collect_less, settle  # noqa: E402
@@ -25,7 +24,6 @@ from quick_compile import compile_quickly, link_quickly  # noqa: E402
 from zinf_compile.runtime import context  # noqa: E402
 
 _ROOT = Path(__file__).parent.parent
-_PREFIX = "last run on a GPU:"
 _KEEPER = pytest.StashKey[str]()
 """Name of the module whose graphs are kept."""
 
@@ -103,16 +101,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-    """Record a `pytest -m gpu` run in which every test passed on a device."""
-    passed = terminalreporter.stats.get("passed", [])
-    if exitstatus != 0 or not torch.cuda.is_available() or not any("gpu" in report.keywords for report in passed):
-        return
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False)
-    commit = found.stdout.strip() or "unknown commit"
-    line = f"{_PREFIX} {commit}, {torch.cuda.get_device_name()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    readme = _ROOT / "README.md"
-    text = readme.read_text()
-    pattern = re.compile(rf"^{_PREFIX}.*$", re.MULTILINE)
-    readme.write_text(pattern.sub(line, text) if pattern.search(text) else f"{text.rstrip()}\n\n{line}\n")
-    terminalreporter.write_line(line)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    """Record a run of all tests of tests/gpu in which every one passed on a device."""
+    if hasattr(config, "workerinput") or not torch.cuda.is_available():
+        return  # a process of pytest-xdist knows only its own share of the tests
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False)
+    line = gpu_record.line(
+        {outcome: list(reports) for outcome, reports in terminalreporter.stats.items()},
+        exitstatus,
+        files=(_ROOT / "tests" / "gpu").glob("test_*.py"),
+        run=(commit.stdout.strip() or "unknown commit", torch.cuda.get_device_name()),
+    )
+    if line is not None:
+        gpu_record.write(line, _ROOT / "README.md")
+        terminalreporter.write_line(line)
