@@ -85,11 +85,14 @@ class Peer:
             raise SystemExit(f"{self.name}: a rank ended early; what it said is above") from None
 
 
-def alternate(peers: Sequence[Peer], rounds: int, *, second: bool = False) -> list[dict[str, Any]]:
+def alternate(
+    peers: Sequence[Peer], rounds: int, *, second: bool = False, account: bool = False, near: float = 1e-3
+) -> list[dict[str, Any]]:
     """Have the peers take steps in turn, end them, and return a row of numbers for each.
 
     `second`: a turn is two steps, of which the second one counts, and whatever a peer has then left to do. What a step leaves
-    to the next one is so counted once, and none of it is done in another peer's turn.
+    to the next one is so counted once, and none of it is done in another peer's turn. `account`: a row has the first rank's
+    answer to that command. `near`: the share by which losses may differ.
     """
     for _ in range(rounds):
         for peer in peers:
@@ -107,19 +110,20 @@ def alternate(peers: Sequence[Peer], rounds: int, *, second: bool = False) -> li
             "steps_s": [wall for wall, _ in peer.steps],
             "losses": peer.losses,
         }
+        | ({"account": peer.ask("account")[0]} if account else {})
         for peer in peers
     ]
     for peer in peers:
         peer.end()
-    check_losses(rows)
+    check_losses(rows, near)
     return rows
 
 
-def check_losses(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Exit if a peer's losses differ from the first one's."""
+def check_losses(rows: Sequence[Mapping[str, Any]], near: float = 1e-3) -> None:
+    """Exit if a peer's losses differ from the first one's by more than this share of them."""
     expected = rows[0]["losses"]
     for row in rows:
-        if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(row["losses"], expected, strict=True)):
+        if not all(math.isclose(a, b, rel_tol=near) for a, b in zip(row["losses"], expected, strict=True)):
             raise SystemExit(f"{row['peer']} trained something else: losses {row['losses']}; {rows[0]['peer']} had {expected}")
 
 
