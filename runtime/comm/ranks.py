@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import datetime
 import itertools
 import json
@@ -193,6 +194,7 @@ class Ranks:
             if within_s is None:
                 self._wait_or_hear(work)
             else:
+                _keep_for_good(work)
                 work.wait(datetime.timedelta(seconds=within_s))
 
         self.patiently(exchange, what)
@@ -356,3 +358,12 @@ def _first_difference(described: list[list[str]]) -> str:
                     text = f"{text} One rank's process has ended: has it run out of batches, or left the loop by itself?"
                 return text
     return "the ranks are not doing the same thing, though they describe it alike"
+
+
+def _keep_for_good(work: dist.Work) -> None:
+    """Never let go of an exchange and its tensors: the process ends.
+
+    gloo's thread holds them a little longer than its caller waits. Letting go of tensors that Python has seen takes the
+    interpreter's lock, and a thread that asks for it while the interpreter ends aborts the process. [torch 2.13]
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
