@@ -9,9 +9,9 @@
 
 In bfloat16 by autocast, parameters and states in fp32, with fused AdamW; states in host memory are updated there. All peers of a
 run are alive at once and take steps in turn; what counts are the ratios of medians to the first peer. All must arrive at the same
-loss, within what bfloat16 rounds. A turn is two steps, of which the second counts, and what that leaves to be done is waited for. The
-limits are the time of the step's matrix products alone and the time of the bytes that this backend moved between host and GPU, each
-at the speed measured in the same run.
+loss, within what bfloat16 rounds. A turn is two steps, of which the second counts, and what that leaves to be done is waited for.
+The limits are the times of the step's products alone and of the bytes that this backend moved between host and GPU,
+each at the speed measured in the same run.
 """
 
 from __future__ import annotations
