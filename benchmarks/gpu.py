@@ -220,6 +220,11 @@ def main() -> None:
     if options.docs:
         _docs.write("benchmarks/gpu.py", report, options.docs)
         return
+    import torch  # noqa: PLC0415
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("benchmarks/gpu.py measures nothing: no GPU here", file=sys.stderr)
+        return
     names: Sequence[str] = DRIVE if options.nvme else OFFLOADED if options.offload else DRIVE[:1] if options.large else ON_GPU
     width = options.width or (3072 if options.large else 1024)
     settings = {
