@@ -80,3 +80,13 @@ def measure(folder: str, settings: dict[str, Any], parameters: int) -> dict[str,
         "io_s": io_s(moved, rates),
         "compute_s": compute_s(model, settings["batch"] * model["length"], forward=forward),
     }
+
+
+def count_parameters(model: dict[str, int]) -> int:
+    """Return how many elements the model's parameters have, the tied ones counted once."""
+    import torch  # noqa: PLC0415
+
+    from zinf_compile.cli.models import GPT  # noqa: PLC0415
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(**model).parameters())

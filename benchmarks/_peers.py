@@ -148,7 +148,7 @@ def matmul_rate(threads: int, dtype: Any = None) -> float:
 
     torch.set_num_threads(threads)
     a, b = torch.randn(512, 3072, dtype=dtype), torch.randn(3072, 3072, dtype=dtype)
-    return 2 * 512 * 3072 * 3072 / _best_of(lambda: a @ b)
+    return 2 * 512 * 3072 * 3072 / best_of(lambda: a @ b)
 
 
 def all_cores() -> int:
@@ -156,10 +156,12 @@ def all_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _best_of(run: Callable[[], object]) -> float:
+def best_of(run: Callable[[], object], settle: Callable[[], object] = int) -> float:
+    """Return the fewest seconds of ten calls of `run`, each of which is over when `settle` returns."""
     times = []
     for _ in range(10):
         start = time.perf_counter()
         run()
+        settle()
         times.append(time.perf_counter() - start)
     return min(times)

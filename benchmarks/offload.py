@@ -96,19 +96,9 @@ def measure(names: Sequence[str], settings: dict[str, Any], *, drive: str, round
     """Alternate the peers' steps, then measure what the machine can do; return the numbers."""
     with tempfile.TemporaryDirectory(dir=drive) as folder:
         rows = alternate([start(name, settings, folder, deepspeed_python) for name in names], rounds, second=True)
-        parameters = count_parameters(settings["model"])
+        parameters = _limits.count_parameters(settings["model"])
         limits = _limits.measure(folder, settings, parameters)
     return settings | {"parameters": parameters, "rounds": rounds, "limits": limits, "rows": rows}
-
-
-def count_parameters(model: dict[str, int]) -> int:
-    """Return how many elements the model's parameters have, the tied ones counted once."""
-    import torch  # noqa: PLC0415
-
-    from zinf_compile.cli.models import GPT  # noqa: PLC0415
-
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(**model).parameters())
 
 
 def report(result: dict[str, Any]) -> str:
