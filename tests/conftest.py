@@ -107,7 +107,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         return  # a process of pytest-xdist knows only its own share of the tests
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False)
     line = gpu_record.line(
-        {outcome: list(reports) for outcome, reports in terminalreporter.stats.items()},
+        terminalreporter.stats,
         exitstatus,
         files=(_ROOT / "tests" / "gpu").glob("test_*.py"),
         run=(commit.stdout.strip() or "unknown commit", torch.cuda.get_device_name()),
