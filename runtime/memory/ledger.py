@@ -53,16 +53,11 @@ class Ledger:
     def add(self, kind: Kind, count: int) -> None:
         """Count `count` more bytes (fewer, when negative)."""
         with self._lock:
-            now = self._now[kind] = self._now[kind] + count
+            self._now[kind] += count
             self._all_now += count
             if self.watch is not None:
                 self.watch(self._all_now + (self._idle or 0))
-            if self._idle is not None:
-                self._count_arena()
-                return
-            peak = self._peak
-            peak.kinds[kind] = max(peak.kinds[kind], now)
-            peak.all = max(peak.all, self._all_now)
+            self._count(kind)
 
     def arena(self, change: int) -> None:
         """Count more (fewer, when negative) bytes that an arena for gathers keeps beside what is lent of it, and `add` counts.
@@ -72,7 +67,7 @@ class Ledger:
         """
         with self._lock:
             self._idle = (self._idle or 0) + change
-            self._count_arena()
+            self._count("gathered")
 
     def beside_gathers(self) -> int:
         """Return the most bytes held beside gathers during the last step and the one under way, where there is an arena."""
@@ -99,7 +94,7 @@ class Ledger:
     def total(self) -> tuple[int, int]:
         """Return the bytes held of all kinds together: now, and the most at any time."""
         with self._lock:
-            return self._all_now, self._before.over(self._peak).all
+            return self._all_now, max(self._before.all, self._peak.all)
 
     def held(self) -> int:
         """Return the bytes held of all kinds together, with what an arena keeps beside what is lent of it."""
@@ -127,12 +122,14 @@ class Ledger:
     def _with_arena(self) -> dict[str, int]:
         return {**self._now, "gathered": self._now["gathered"] + (self._idle or 0)}
 
-    def _count_arena(self) -> None:
-        """Bring the peaks up to what is held, the arena included."""
+    def _count(self, kind: Kind) -> None:
+        """Bring the peaks of a kind, and of all, up to what is held, the arena included."""
         idle, peak = self._idle or 0, self._peak
-        peak.kinds = {kind: max(most, self._now[kind] + (idle if kind == "gathered" else 0)) for kind, most in peak.kinds.items()}
+        held = self._now[kind] + (idle if kind == "gathered" else 0)
+        peak.kinds[kind] = max(peak.kinds[kind], held)
         peak.all = max(peak.all, self._all_now + idle)
-        self._beside = max(self._beside, self._all_now - self._now["gathered"])
+        if self._idle is not None:
+            self._beside = max(self._beside, self._all_now - self._now["gathered"])
 
     def _forget(self, tracked: _Counted) -> None:
         del self._tracked[id(tracked)]
