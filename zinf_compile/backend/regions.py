@@ -149,7 +149,8 @@ class InductorRegions:
             on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
             first = int(os.environ.get("LOCAL_RANK", rank)) % on_node * len(waiting) // on_node
             waiting = waiting[first:] + waiting[:first]
-            concurrent.futures.wait(_probe_vector_isa())
+            if "cpu" in _devices(waiting):
+                concurrent.futures.wait(_probe_vector_isa())
             with _timed():
                 for number in _in_order_of_readiness(waiting, processes=inductor_processes() // on_node):
                     waiting[number].resolve(self._compile(waiting[number]))
@@ -224,16 +225,16 @@ def _is_symbolic(value: Any) -> bool:
 
 def _in_order_of_readiness(waiting: Sequence[SharedRegion], *, processes: int) -> Iterator[int]:
     """Yield the regions' numbers as forked workers put their compiled code into the cache."""
-    devices = {node.meta["val"].device.type for shared in waiting for node in _tensors(shared.graph)}
     autotunes = waiting[0].mode != "default"  # autotuning measures time, so nothing else may run
-    if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or autotunes or not caches_compiled_regions():
+    if processes < 2 or len(waiting) < 2 or _devices(waiting) != {"cpu"} or autotunes or not caches_compiled_regions():
         return iter(range(len(waiting)))
     return run_forked([functools.partial(shared.compile, alone=True) for shared in waiting], processes=processes)
 
 
-def _tensors(graph: fx.GraphModule | None) -> Iterator[fx.Node]:
-    assert graph is not None
-    return (node for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+def _devices(waiting: Sequence[SharedRegion]) -> set[str]:
+    """Return the types of the devices that regions compute on."""
+    nodes = (node for shared in waiting if shared.graph is not None for node in shared.graph.graph.nodes)
+    return {value.device.type for node in nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
 
 
 @functools.cache
