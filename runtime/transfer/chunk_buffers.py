@@ -21,8 +21,10 @@ from .move import StagingBuffers
 class ChunkBuffer:
     """Memory for one chunk."""
 
-    def __init__(self, host: torch.Tensor | None, device: torch.Tensor | None) -> None:
+    def __init__(self, host: torch.Tensor | None, device: torch.Tensor | None, *, moves: bool = True) -> None:
         self._host, self._device = host, device
+        self.moves = moves
+        """Whether some of the chunk lives elsewhere, and comes to this memory for its update."""
         self.chunk: int | None = None
         """The chunk whose states it holds, or is being given."""
         self.filled = False
@@ -35,8 +37,15 @@ class ChunkBuffer:
         self.brought: dict[Hashable, torch.Tensor] = {}
         """Where each of them is."""
 
+    @classmethod
+    def in_place(cls) -> ChunkBuffer:
+        """Return a buffer without memory, for a chunk that is updated where it lives."""
+        return cls(None, None, moves=False)
+
     def staging(self, columns: Mapping[str, Column], numel: int) -> dict[str, StagingBuffers]:
         """Lay the columns of a chunk out, each from a page."""
+        if not self.moves:
+            return dict.fromkeys(columns, StagingBuffers(None, None))
         ends = {Tier.HOST: 0, Tier.DEVICE: 0}
         staging: dict[str, StagingBuffers] = {}
         for name, column in columns.items():

@@ -12,16 +12,17 @@ from zinf_compile.optim.offloaded_states import OffloadedStates
 
 meter = SimpleNamespace(waiting=contextlib.nullcontext)
 states = SimpleNamespace(
-    gradients={}, _forward=True, _ahead=set(), _order=lambda: [0, 1],
+    gradients={}, _forward=True, _ahead=set(), _order=lambda: [0, 1], chunks=[SimpleNamespace(numel=1)] * 2,
     context=SimpleNamespace(lanes=SimpleNamespace(meter=meter)),
     transfers=SimpleNamespace(buffers=[0, 0], drain=lambda: print("drained")),
     _route=SimpleNamespace(device_apart=False),
     _prepare=lambda number, optimizer: SimpleNamespace(drain=lambda: None, held=False),
     _expect=lambda due: contextlib.ExitStack(),
     _offer=lambda number, buffer: None,
+    _lies_ready=lambda number: False,
 )
 chunks = OffloadedStates.load_chunks(states, None)
-print(next(chunks)[0])
+print(next(chunks)[0][0])
 __builtins__.kept = chunks  # as an error's traceback would keep it, until modules are gone
 """
 

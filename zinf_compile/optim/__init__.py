@@ -3,6 +3,8 @@ them.
 
 before_updates — What has to happen before the first update of an optimizer, on all ranks; `checkpoint` adds the dry run
     of a save.
+calls — Which chunks of a step one call of the optimizer updates.
+chunk_budget — How many chunks of a step have memory at a time under the caps.
 chunk_step — One chunk in a step of the optimizer: the tensors that the stand-in updates, and the write-back of values and
     states.
 chunk_transfers — Transfers of chunks between memory and drives: states are read before a chunk's update and written after

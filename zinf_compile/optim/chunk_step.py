@@ -55,7 +55,7 @@ class ChunkStep:
             source = owner.gradients.get(parameter)
             if source is None:
                 continue
-            value = _alias(buffer.brought[parameter, piece, VALUE])
+            value = buffer.brought[parameter, piece, VALUE]
             gradient = buffer.brought[parameter, piece, GRADIENT]
             if source.changes is not None:
                 source.changes(gradient)
@@ -65,14 +65,10 @@ class ChunkStep:
             part.grad = gradient.to(part.dtype)
             self.parts.append((parameter, part))
             self._pieces.append((piece, value))
-            other = owner.table.other_states(parameter, optimizer)
+            other = owner.table.other_states(parameter, optimizer, but=present)
             if other is not None:
                 small = {k: _copied(v, part) if isinstance(v, torch.Tensor) else v for k, v in other.items()}
                 self.state[part] = small | {k: v for k, v in states.items() if k in present and k != MASTER}
-
-    def timed(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context of its update, whose time is noted where the step is recorded."""
-        return timed_update(self._owner.context, self._name, on_device=self._owner.transfers.route.device_apart)
 
     def finish(self, stepped: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
         """Start writing back values and states; keep small states in `scalar_states`. Empties `stepped`."""
@@ -93,6 +89,11 @@ class ChunkStep:
                 self._finish_state(parameter, piece, name, state, staging)
             self._owner.applied(parameter)
         self._owner.write(self._number, self._buffer)
+
+    def timed(self, last: ChunkStep) -> contextlib.AbstractContextManager[object]:
+        """Return the context of an update of this chunk to the last one, whose time is noted where the step is recorded."""
+        name = self._name if last is self else f"{self._name} .. {last._name}"
+        return timed_update(self._owner.context, name, on_device=self._owner.transfers.route.device_apart)
 
     @property
     def owner(self) -> Hashable:
@@ -160,17 +161,23 @@ class ChunkStep:
     def _keep(
         self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, staging: Mapping[str, StagingBuffers]
     ) -> Pending | None:
+        if not self._buffer.moves and _is_same(value, self._buffer.brought.get((parameter, piece, name))):
+            return None
         pending = self._owner.keep_piece(parameter, piece, name, value, staging[name], self._optimizer)
         if pending is not None:
             self._buffer.under_way.append(pending)
         return pending
 
 
-def chunk_steps(states: OffloadedStates, optimizer: Optimizer) -> Generator[ChunkStep]:
-    """Yield the chunks with gradients, each loaded into its buffer."""
-    with contextlib.closing(states.load_chunks(optimizer)) as brought:
-        for number, buffer in brought:
-            yield ChunkStep(states, number, states.chunks[number], buffer, optimizer)
+def chunk_steps(states: OffloadedStates, optimizer: Optimizer) -> Generator[list[ChunkStep]]:
+    """Yield the chunks with gradients, each loaded into its buffer: as many as one call of the optimizer updates."""
+    with contextlib.closing(states.load_chunks(optimizer)) as calls:
+        for brought in calls:
+            yield [ChunkStep(states, number, states.chunks[number], buffer, optimizer) for number, buffer in brought]
+
+
+def _is_same(value: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and value.data_ptr() == other.data_ptr()
 
 
 def _copied(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -67,13 +66,13 @@ def begin_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> Ch
             failing.callback(source.stop_expecting)
         now = [source for source in sources if not source.deferrable]
         due = sum(source.chunks_due for source in now)
-        for chunk in itertools.chain.from_iterable(chunk_steps(source, optimizer) for source in now):
-            chunks.append(chunk)
+        for together in (call for source in now for call in chunk_steps(source, optimizer)):
+            chunks += together
             if len(chunks) < due:
                 record.mark_incomplete(name, len(chunks))
-                chunked.settings += _step_one(optimizer, chunk)
+                chunked.settings += _step_together(optimizer, together)
         if len(now) < len(sources):
-            chunked.deferred = DeferredStep(optimizer, [source for source in sources if source.deferrable], _step_one)
+            chunked.deferred = DeferredStep(optimizer, [source for source in sources if source.deferrable], _step_together)
             if not chunks:
                 chunks.append(chunked.deferred.take_first())
         failing.pop_all()
@@ -83,16 +82,20 @@ def begin_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> Ch
     return chunked
 
 
-def _step_one(optimizer: Optimizer, chunk: ChunkStep) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Update one chunk; return its groups with their settings after the step."""
-    parts = {id(p): part for p, part in chunk.parts}
+def _step_together(optimizer: Optimizer, chunks: Sequence[ChunkStep]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Update chunks in one call of the optimizer's `step`; return their groups with their settings after it."""
+    parts: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
+    for parameter, part in (row for chunk in chunks for row in chunk.parts):
+        parts[id(parameter)].append(part)
     stand_in, groups = make_stand_in(optimizer, parts, without_members=lambda group: False)
-    stand_in.state.update(chunk.state)
+    for chunk in chunks:
+        stand_in.state.update(chunk.state)
     vars(stand_in)["_optimizer_step_pre_hooks"] = collections.OrderedDict()  # user hooks run once per whole step
     vars(stand_in)["_optimizer_step_post_hooks"] = collections.OrderedDict()
-    with chunk.timed():
+    with chunks[0].timed(chunks[-1]):
         type(stand_in).step(stand_in)
-        chunk.finish(stand_in.state)
+        for chunk in chunks:
+            chunk.finish(stand_in.state)
     return [(mine, settings_of(theirs)) for mine, theirs in zip(groups, stand_in.param_groups, strict=True)]
 
 

@@ -52,11 +52,14 @@ class DeferredStep:
     """The chunks of one step that a worker thread updates; see Note: Deferred step."""
 
     def __init__(
-        self, optimizer: Optimizer, sources: Sequence[OffloadedStates], step_one: Callable[[Optimizer, ChunkStep], Settings]
+        self,
+        optimizer: Optimizer,
+        sources: Sequence[OffloadedStates],
+        step_together: Callable[[Optimizer, Sequence[ChunkStep]], Settings],
     ) -> None:
         self._optimizer: Optimizer | None = optimizer
         self._sources = list(sources)
-        self._chunks: Generator[ChunkStep] = (chunk for source in self._sources for chunk in chunk_steps(source, optimizer))
+        self._calls: Generator[list[ChunkStep]] = (call for source in self._sources for call in chunk_steps(source, optimizer))
         self.done: list[ChunkStep] = []
         """Updated chunks, committed together after the last one."""
         self._due: dict[Hashable, list[tuple[Unit, Piece]]] = collections.defaultdict(list)
@@ -65,7 +68,7 @@ class DeferredStep:
             self._due[owner].append((unit, piece))
         self._snapshot: Optimizer | None = _with_settings_now(optimizer)
         self._groups = list(optimizer.param_groups)
-        self._step_one = step_one
+        self._step_together = step_together
         self._threads = torch.get_num_threads()
         self._device = self._sources[0].context.device
         self._contexts = list(dict.fromkeys(source.context for source in self._sources))
@@ -80,7 +83,7 @@ class DeferredStep:
 
     def take_first(self) -> ChunkStep:
         """Return the first chunk, which the caller updates before `start`."""
-        chunk = next(self._chunks)
+        (chunk,) = next(self._calls)
         self.done.append(chunk)
         return chunk
 
@@ -118,7 +121,7 @@ class DeferredStep:
             updates.fail(lambda: _failed(text, cause))
             self._saves.fail()
             self._due = {}
-            self._chunks.close()  # the error keeps this object alive; closed later, it would end the chunks of another step
+            self._calls.close()  # the error keeps this object alive; closed later, it would end the chunks of another step
             self._let_go()
             raise
 
@@ -198,7 +201,7 @@ class DeferredStep:
             self._saves.fail()
         finally:  # the optimizer's record refers to this object: break the cycle
             self._optimizer, self._snapshot = None, None
-            self._chunks.close()
+            self._calls.close()
             self._let_go()
             self._sources, self._groups, self.done, self._due = [], [], [], {}
 
@@ -221,18 +224,19 @@ class DeferredStep:
     def _update(self, optimizer: Optimizer, record: OptimizerRecord, updates: Updates[Unit]) -> None:
         settings: Settings = []
         assert self._snapshot is not None
-        for chunk in self._chunks:
+        for together in self._calls:
             if self._sources[0].context.ending:
                 raise StepFailedError("the process ends")
             with compile_lock:  # while Dynamo compiles, `is_compiling()` is true in all threads, and optimizers branch on it
                 record.mark_incomplete(type(optimizer).__name__, len(self.done) + 1)
-                settings += self._step_one(self._snapshot, chunk)
+                settings += self._step_together(self._snapshot, together)
             with self._saves.reporting() as saves:
-                for save in saves:
-                    chunk.hand_to(save)
-                chunk.report(updates)
-                del self._due[chunk.owner]
-            self.done.append(chunk)
+                for chunk in together:
+                    for save in saves:
+                        chunk.hand_to(save)
+                    chunk.report(updates)
+                    del self._due[chunk.owner]
+            self.done += together
         for chunk in self.done:
             chunk.commit(optimizer)
         _merge(self._groups, self._snapshot.param_groups, settings)

@@ -15,22 +15,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zinf_compile.errors import BudgetError, StepFailedError, StoreError
+from zinf_compile.errors import StepFailedError, StoreError
 from zinf_compile.ir.chunk_columns import GRADIENT, VALUE, Column
-from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.pieces import Piece
-from zinf_compile.ir.sizes import CHUNK_BUFFERS, Sides
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.memory.aligned_buffers import zeros_on
-from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, largest_buffer
+from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
 from zinf_compile.runtime.units.saving import ShardsSave
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.budget_checks import check_states
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .calls import group_calls
+from .chunk_budget import buffers_within_budget
 from .chunk_transfers import ChunkTransfers
 from .chunks import Kept, part_of, plan_chunks
 from .deferrable import may_defer, may_wait
@@ -81,7 +80,7 @@ class OffloadedStates:
             self._route,
             placement,
             on_drive=on_drive,
-            buffers_for=lambda shapes: self._buffers_within_budget(optimizer, shapes),
+            buffers_for=lambda shapes: self._buffers_for(optimizer, shapes),
         )
         self.chunks = self.transfers.chunks
         self.table = StateTable(
@@ -127,8 +126,12 @@ class OffloadedStates:
                 if parameter in self.gradients:
                     yield self.transfers.owner(number), parameter._zinf_unit, piece
 
-    def load_chunks(self, optimizer: Optimizer) -> Generator[tuple[int, ChunkBuffer]]:
-        """Yield the chunks with gradients, by number; each is loaded in its buffer, the next one in flight."""
+    def load_chunks(self, optimizer: Optimizer) -> Generator[list[tuple[int, ChunkBuffer]]]:
+        """Yield the chunks with gradients, by number; each is loaded in its buffer, the next one in flight.
+
+        Those that one call of the optimizer updates together: several only where nothing has to be loaded. The first one and the
+        last one are alone, since the caller's own step updates one of them.
+        """
         gradients, due = self.gradients, self._order()
         ending = sys.is_finalizing  # a kept error may close this generator when modules are gone
         expecting = self._expect(due)
@@ -136,15 +139,17 @@ class OffloadedStates:
         self._forward = not self._forward
         self._ahead.clear()
         try:
-            for number, following in itertools.zip_longest(due, due[1:]):
+            calls = group_calls(due, lambda number: self.chunks[number].numel, self._lies_ready)
+            for together, following in itertools.zip_longest(calls, calls[1:]):
                 with self.context.lanes.meter.waiting():
-                    buffer = self._prepare(number, optimizer)
-                    if following is not None and len(self.transfers.buffers) > 1:
-                        self._prepare(following, optimizer)
-                    buffer.reuse() if self._route.device_apart else buffer.drain()  # a device waits by itself
-                    self._offer(number, buffer)
-                buffer.held = True
-                yield number, buffer
+                    brought = [(number, self._prepare(number, optimizer)) for number in together]
+                    if following is not None and len(self.transfers.buffers) > 1 and not self._lies_ready(following[0]):
+                        self._prepare(following[0], optimizer)
+                    for number, buffer in brought:
+                        buffer.reuse() if self._route.device_apart else buffer.drain()  # a device waits by itself
+                        self._offer(number, buffer)
+                        buffer.held = True
+                yield brought
         except BaseException:
             if ending():
                 raise
@@ -291,8 +296,17 @@ class OffloadedStates:
         order = self.next_order()
         return [n for n in order if any(p in self.gradients for p, _ in self.chunks[n].pieces)]
 
+    def _lies_ready(self, number: int) -> bool:
+        """Say whether all that a chunk's update reads and changes is in the memory where it is updated."""
+        columns = self.chunks[number].columns
+        if any(column.host or column.device for name, column in columns.items() if name != GRADIENT):
+            return False
+        due = (self.gradients[parameter] for parameter, _ in self.chunks[number].pieces if parameter in self.gradients)
+        here = columns[GRADIENT]
+        return not (here.host or here.device) or (not self._route.device_apart and all(g.is_on_host for g in due))
+
     def _prepare(self, number: int, optimizer: Optimizer) -> ChunkBuffer:
-        buffer = self.transfers.buffer_for(number)
+        buffer = ChunkBuffer.in_place() if self._lies_ready(number) else self.transfers.buffer_for(number)
         if not buffer.filled:
             buffer.filled = True
             buffer.brought = {}
@@ -320,14 +334,14 @@ class OffloadedStates:
         if name == GRADIENT:
             grad = self.gradients[parameter]
             return (
-                Location(grad.local().view(-1)[start:end])
+                Location(_range(grad.local(), start, end))
                 if grad.offloaded is None
                 else grad.offloaded.backing.location(start, end)
             )
         whole = self._making.get((parameter, name))
         if whole is None:
-            whole = shard_state(self.table.given(parameter, optimizer)[name], unit, name, optimizer).view(-1)
-        return Location(whole[start:end], on_device=self.tier == Tier.DEVICE)
+            whole = shard_state(self.table.given(parameter, optimizer)[name], unit, name, optimizer)
+        return Location(_range(whole, start, end), on_device=self.tier == Tier.DEVICE)
 
     def _check_last_step(self, optimizer: Optimizer) -> None:
         """Wait for the last step's writes; raise if one failed."""
@@ -354,29 +368,9 @@ class OffloadedStates:
                         f"are as before this step. Cause: {error}"
                     ) from error
 
-    def _buffers_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
-        """Return how many chunks fit in memory; raise `BudgetError` if not even one does."""
+    def _buffers_for(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
         self._check_gradients()  # in-flight gradients would be counted on the device
-        most = min(self.context.memory.reservations.chunk_buffers or CHUNK_BUFFERS, len(shapes))
-        for count in range(most, 1, -1):
-            with contextlib.suppress(BudgetError):
-                self._check_budget(optimizer, shapes, count)
-                return count
-        self._check_budget(optimizer, shapes, 1)
-        return 1
-
-    def _check_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]], count: int) -> None:
-        context, name = self.context, type(optimizer).__name__
-        device, host = (size * count for size in largest_buffer(shapes))
-        bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self.kept.items())
-        states = sum(format_of(dtype).bytes(numel) for numel, kept in bytes_of for dtype in kept.values())
-        on_device = states if self.tier == Tier.DEVICE else 0
-        on_host = states if self.tier == Tier.HOST else 0
-        topology = context.link.topology
-        held, buffers = topology.counted(Sides(on_device, on_host)), topology.counted(Sides(device, host))
-        check_states(context, on_device=True, states=held.device, slots=buffers.device, name=name)
-        if topology.host_apart:
-            check_states(context, on_device=False, states=held.host, slots=buffers.host, name=name)
+        return buffers_within_budget(self.context, type(optimizer).__name__, self.tier, self.kept, shapes)
 
     def _refresh(self, number: int, buffer: ChunkBuffer) -> None:
         """Let callers who hold a state see what a chunk's update has made of it."""
@@ -388,5 +382,13 @@ class OffloadedStates:
                     self._route.copy_out(part_of(views[name], piece), copy.flat[piece.start : piece.end])
 
 
+def _range(whole: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Return a range of a flat tensor; itself where that is all of it, since each view takes the interpreter's lock anew."""
+    flat = whole if whole.dim() == 1 else whole.view(-1)
+    return flat if start == 0 and end == flat.numel() else flat[start:end]
+
+
 def _cut(staging: StagingBuffers, piece: Piece) -> StagingBuffers:
+    if staging.host is None and staging.device is None:
+        return staging
     return StagingBuffers(*(None if buffer is None else part_of(buffer, piece) for buffer in (staging.host, staging.device)))

@@ -44,7 +44,8 @@ class RunningStep:
     def begin_timing(self) -> None:
         """The caller's own step is about to run."""
         if self.chunked is not None:
-            self.timing.enter_context(self.chunked.chunks[-1].timed())
+            last = self.chunked.chunks[-1]
+            self.timing.enter_context(last.timed(last))
         elif self.shards:
             unit = self.shards[0][0]._zinf_unit
             name = unit.name if len(self.shards) == 1 else f"{unit.name} .. {self.shards[-1][0]._zinf_unit.name}"
@@ -57,12 +58,12 @@ def make_running_step(optimizer: Optimizer, in_memory: Sequence[ShardedParameter
         p._zinf_unit.wait_updated()  # another optimizer may still update it
         p._zinf_unit.changing()
     shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in in_memory}
-    members = {id(p): p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)}
-    members.update((id(p), shard) for p, shard in shards.items())
+    members = {id(p): [p] for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)}
+    members.update((id(p), [shard]) for p, shard in shards.items())
     split = SplitStep(optimizer)
-    members.update(split.members())
+    members.update((number, [member]) for number, member in split.members().items())
     if chunked is not None:
-        members.update((id(p), part) for p, part in chunked.chunks[-1].parts)
+        members.update((id(p), [part]) for p, part in chunked.chunks[-1].parts)
     due = {id(p) for source in (chunked.sources if chunked is not None else ()) for p in source.due}
 
     def has_no_chunk(group: dict[str, Any]) -> bool:

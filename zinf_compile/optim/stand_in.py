@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,20 +36,20 @@ def _bring_to_host(optimizer: Optimizer) -> None:
 
 
 def make_stand_in(
-    optimizer: Optimizer, members: dict[int, torch.Tensor], *, without_members: Callable[[dict[str, Any]], bool]
+    optimizer: Optimizer, members: Mapping[int, Sequence[torch.Tensor]], *, without_members: Callable[[dict[str, Any]], bool]
 ) -> tuple[Optimizer, list[dict[str, Any]]]:
-    """Make a stand-in with `members` in place of parameters, by the parameters' ids.
+    """Make a stand-in with `members` in place of parameters, by the parameters' ids: each a whole shard, or pieces of one.
 
     Returns it with the original of each of its groups. A group without members is kept only if `without_members(group)`.
     """
-    if any(member.device.type == "cpu" for member in members.values()):
+    if any(member.device.type == "cpu" for each in members.values() for member in each):
         _bring_to_host(optimizer)
     stand_in: Optimizer = object.__new__(type(optimizer))
     record_of(stand_in).state = State.STAND_IN
     vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in STEP_LOCAL})
     stand_in.param_groups, groups = [], []
     for group in optimizer.param_groups:
-        present = [members[id(p)] for p in group["params"] if id(p) in members]
+        present = [member for p in group["params"] for member in members.get(id(p), ())]
         if present or without_members(group):
             stand_in.param_groups.append({**group, **fused_settings(optimizer, group, present), "params": present})
             groups.append(group)

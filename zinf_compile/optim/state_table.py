@@ -103,10 +103,9 @@ class StateTable:
         """Return a parameter's states in memory for a step, None without any."""
         return self.aside.get(parameter, optimizer)
 
-    def other_states(self, parameter: ShardedParameter, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Return a parameter's states that don't pass through chunk buffers; None without any states."""
+    def other_states(self, parameter: ShardedParameter, optimizer: Optimizer, *, but: Set[str]) -> dict[str, Any] | None:
+        """Return a parameter's states `but` those of its size, see `present`; None without any states."""
         given = self.entries.get(parameter) if self.by_entry else self.given(parameter, optimizer)
         if given is None:
             return None
-        present = self.present(parameter, optimizer)
-        return {name: value for name, value in without_note(in_memory(given)).items() if name not in present}
+        return {name: value for name, value in without_note(in_memory(given)).items() if name not in but}

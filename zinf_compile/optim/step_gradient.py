@@ -42,6 +42,11 @@ class StepGradient:
         return self._is_own and (unit.shard_group.size > 1 or storage_owners(shard) == 1 + (shard._base is not None))
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether all of it is in host memory beside a device."""
+        return self.offloaded is not None and self.offloaded.backing.resident is not None
+
+    @property
     def bytes(self) -> Sides:
         """Bytes in memory, unless `parameter.grad` holds them as well."""
         grad = self._parameter.grad
