@@ -30,6 +30,7 @@ from zinf_compile.runtime.lanes.step_recorder import GraphRecorder
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
 from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
+from zinf_compile.runtime.units.pending_updates import Updates
 from zinf_compile.runtime.units.swap import (
     SwapHandle,
     is_small,
@@ -138,13 +139,26 @@ def _swap_in(step: SwapIn, run: Run) -> None:
 
 
 def _swap_in_small(step: SwapIn, run: Run) -> list[tuple[int, int]]:
-    """Start one copy of the small ones of a group that are in host memory; return the other members."""
-    found = [(run.units[s], out) for s, out in step.members if not isinstance(run.registers[s], SwapHandle)]
-    small = {out: unit for unit, out in found if is_small(unit) and unit.updated() is None}
-    if len(small) > 1:
-        for out, handle in zip(small, swap_in_together(list(small.values())), strict=True):
-            run.registers[out] = handle
-    return [member for member in step.members if len(small) == 1 or member[1] not in small]
+    """Start one copy of the small ones of a group that are in host memory, and one of those that a step has still to update.
+
+    Return the other members.
+    """
+    small: dict[Updates[Unit] | None, list[tuple[Unit | Tile, int]]] = {}
+    begins = [(run.units[s], out) for s, out in step.members if not isinstance(run.registers[s], SwapHandle)]
+    for unit, out in begins:
+        if not is_small(unit):
+            continue
+        if unit.updated() is None:
+            small.setdefault(None, []).append((unit, out))
+        elif isinstance(unit, Unit):
+            small.setdefault(unit.updates, []).append((unit, out))
+    gone = set[int]()
+    for updates, together in small.items():
+        if len(together) > 1:
+            for (_, out), handle in zip(together, swap_in_together([unit for unit, _ in together], updates), strict=True):
+                run.registers[out] = handle
+                gone.add(out)
+    return [member for member in step.members if member[1] not in gone]
 
 
 def _swap_out(step: SwapOut, run: Run) -> None:

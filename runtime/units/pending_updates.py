@@ -78,7 +78,7 @@ class Updates(Generic[U]):
                 each.missing.discard((start, end))
                 if not each.missing:  # its memory is the reader's alone
                     self._awaited[unit].remove(each)
-                    begun += each.then
+                    begun += [transfer for transfer in each.then if transfer.may_begin]
                 self.spared_bytes += -(-value.nbytes // _PAGE) * _PAGE if each.into is not None else 0
             if not self._left[unit]:
                 del self._left[unit]
@@ -119,21 +119,24 @@ class Updates(Generic[U]):
             return unit.backing.read(into, first)
         return All([*(unit.backing.read(into[start - first : end - first], start) for start, end in kept), landing])
 
-    def begin_after(self, unit: U, first: int, last: int, begin: Callable[[], Pending]) -> Pending:
-        """Begin a transfer that reads the elements [first, last) once they are updated; return what to wait for.
+    def begin_after(self, read: Sequence[tuple[U, int, int]], begin: Callable[[], Pending]) -> Pending:
+        """Begin a transfer that reads elements [first, last) of some units once they are updated; return what to wait for.
 
         Now, or on the thread that updates: no lane is held up meanwhile, which that thread may need.
         """
         with self._lock:
-            self._raise_once(unit)
-            spans = self._await(unit, first, last)
-            begun = Begun(self, spans, begin)
-            if spans.missing:
-                spans.then.append(begun)
+            for unit, _, _ in read:
+                self._raise_once(unit)
+            awaited = [spans for row in read if (spans := self._await(*row)).missing]
+            if awaited:
+                begun = Begun(self, awaited, begin)
+                for spans in awaited:
+                    spans.then.append(begun)
                 return begun
-        arriving = self.arrival(unit, first, last)
-        if arriving is not None:
-            arriving.wait()
+        for row in read:
+            arriving = self.arrival(*row)
+            if arriving is not None:
+                arriving.wait()
         return begin()
 
     def arrival(self, unit: U, first: int = 0, last: int | None = None) -> Pending | None:
@@ -262,9 +265,9 @@ class _Spans:
 
 
 class Begun:
-    """A transfer that begins when spans are updated."""
+    """A transfer that begins when all of some spans are updated."""
 
-    def __init__(self, updates: Updates[Any], spans: _Spans, begin: Callable[[], Pending]) -> None:
+    def __init__(self, updates: Updates[Any], spans: Sequence[_Spans], begin: Callable[[], Pending]) -> None:
         self._updates, self._spans = updates, spans
         self._begin: Callable[[], Pending] | None = begin
         self._transfer: Pending | None = None
@@ -274,6 +277,11 @@ class Begun:
     def awaited(self) -> Pending | None:
         """The transfer, once it has begun."""
         return self._transfer
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether all is updated that it reads."""
+        return not any(spans.missing for spans in self._spans)
 
     @property
     def is_over(self) -> bool:
@@ -293,7 +301,8 @@ class Begun:
     def wait(self) -> None:
         """See `Pending.wait`."""
         if not self.is_over:
-            self._spans.wait()
+            for spans in self._spans:
+                spans.wait()
             self._updates._wait_begun(self)
         if self._error is not None:
             raise self._error
@@ -318,7 +327,7 @@ def begin_after_landing(before: Pending | None, begin: Callable[[], Pending]) ->
             updates = part.updates
             with updates._lock:
                 if part.missing and updates._failure is None:
-                    begun = Begun(updates, part, begin)
+                    begun = Begun(updates, [part], begin)
                     part.then.append(begun)
                     return begun
     return begin()

@@ -46,7 +46,7 @@ class Updatable:
 
     def begin_updated(self, begin: Callable[[], Pending], first: int = 0, last: int = sys.maxsize) -> Pending:
         """Begin a transfer that reads elements [first, last) in memory once they are updated; return what to wait for."""
-        return begin() if self.updates is None else self.updates.begin_after(self, first, last, begin)
+        return begin() if self.updates is None else self.updates.begin_after([(self, first, last)], begin)
 
     def settle_update(self) -> None:
         """Wait until no step updates the shard, nor reads its gradient, any more; a step that failed is told to others."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import late
 import pytest
 import torch
 from gradient_cases import train
+from held_updates import held_updates
 
 from zinf_compile.runtime.device.link import AcceleratorLink
 from zinf_compile.runtime.lanes.stream_lane import StreamLane
 from zinf_compile.runtime.memory.inflight import InflightLimit
 from zinf_compile.runtime.units import swap
+from zinf_compile.runtime.units.pending_updates import Updates
 
 OUT = "zinf device to host"
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
@@ -48,6 +50,26 @@ def test_one_copy_brings_a_group_with_the_same_bits(issued: dict[str, int], monk
     assert all(map(torch.equal, together, apart))
     assert copies == 3 * 2, "one for each forward and backward"
     assert more == 3 * (16 + 7), "4 parameters of 4 layers; the backward needs all weights but the first"
+
+
+def test_one_copy_brings_what_a_step_has_still_to_update(issued: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that updates stands still until the next forward has asked for all of it."""
+    begin_after, asked = Updates.begin_after, list[int]()
+    pieces = {"piece_numel": 4096}
+    with held_updates(after=0) as gate:
+
+        def noted(updates: Updates[Any], read: Sequence[Any], begin: Callable[[], Any]) -> Any:
+            begun = begin_after(updates, read, begin)
+            asked.append(len(read))
+            gate.set()
+            return begun
+
+        monkeypatch.setattr(Updates, "begin_after", noted)
+        together, _ = trained(issued, compute_shape=pieces)
+    assert asked[0] == 15, "all but those of the chunk that the step itself has updated"
+    monkeypatch.setattr(AcceleratorLink, "copies_together", False)
+    apart, _ = trained(issued, compute_shape=pieces)
+    assert all(map(torch.equal, together, apart))
 
 
 def test_large_ones_are_copied_by_themselves(issued: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,18 +172,49 @@ def test_a_transfer_begins_when_what_it_reads_is_updated() -> None:
         return copy
 
     first, last = (
-        updates.begin_after(unit, *SPANS[number], functools.partial(begin, name)) for number, name in ((0, "first"), (2, "last"))
+        updates.begin_after([(unit, *SPANS[number])], functools.partial(begin, name))
+        for number, name in ((0, "first"), (2, "last"))
     )
     assert not begun
     updates.updated(unit, *SPANS[2], torch.ones(452))
     assert begun == ["last"]
-    updates.begin_after(unit, *SPANS[2], lambda: begin("at once")).wait()
+    updates.begin_after([(unit, *SPANS[2])], lambda: begin("at once")).wait()
     assert begun == ["last", "at once"]
     last.wait()
     updates.fail(lambda: StepFailedError("broken"))
     with pytest.raises(StepFailedError, match="broken"):
         first.wait()
     assert begun == ["last", "at once"]
+
+
+def test_a_transfer_of_several_units_begins_when_the_last_one_is_updated() -> None:
+    units, copy, begun = [InMemory(), InMemory(), InMemory()], Copy(), list[str]()
+    updates: Updates[Any] = Updates({units[0]: SPANS, units[1]: SPANS[:1]})
+
+    def begin() -> Copy:
+        begun.append("together")
+        return copy
+
+    together = updates.begin_after([(unit, 0, 2500) for unit in units], begin)
+    for span in SPANS:
+        updates.updated(units[0], *span, torch.ones(span[1] - span[0]))
+        assert not begun
+    updates.updated(units[1], *SPANS[0], torch.ones(1024))
+    assert begun == ["together"]
+    together.wait()
+    updates.begin_after([(unit, 0, 2500) for unit in units], begin).wait()
+    assert (begun, copy.waits) == (["together"] * 2, 2)
+
+
+def test_a_transfer_of_several_units_fails_with_the_update() -> None:
+    units = [InMemory(), InMemory()]
+    updates: Updates[Any] = Updates(dict.fromkeys(units, SPANS))
+    together = updates.begin_after([(unit, 0, 2500) for unit in units], Copy)
+    for span in SPANS:
+        updates.updated(units[0], *span, torch.ones(span[1] - span[0]))
+    updates.fail(lambda: StepFailedError("broken"))
+    with pytest.raises(StepFailedError, match="broken"):
+        together.wait()
 
 
 def test_a_transfer_that_does_not_begin_fails_for_who_waits(units: list[Any]) -> None:
