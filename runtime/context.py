@@ -162,7 +162,9 @@ class Context:
         """Return a `full_buffer` for a gather of the schedule: these come and go all the time."""
         if device.type == "cpu":
             return self.memory.gather_memory.lend(numel, dtype)
-        return self.memory.gather_memory.lend(self.gathers.padded_numel(numel), dtype)[:numel]
+        padded = self.gathers.padded_numel(numel)
+        lent = self.memory.gather_memory.lend(padded, dtype)
+        return lent if padded == numel else lent[:numel]
 
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty flat buffer that a gather can fill, whatever mode the caller is in."""

@@ -185,7 +185,7 @@ class StreamLane:
         never_blocks = all(map(_never_blocks, after))
         while len(self._under_way) >= self._most and not (host_memory and never_blocks):
             self._under_way.popleft().let_go()
-        at_once = never_blocks and all(job.is_issued() for job in self._under_way)
+        at_once = never_blocks and (not self._under_way or self._under_way[-1].is_issued())  # they are issued in order
         job = StreamTransfer(self._device, transfer, host_memory, self._waits)
         compute = job.owner.record_event()
         self._under_way.append(job)

@@ -104,13 +104,15 @@ class DeviceArena:
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor, content undefined, for the current stream, whatever mode the caller is in."""
-        with torch.inference_mode(False), torch.no_grad():
-            size = format_of(dtype).bytes(numel)
-            if not size:
-                return torch.empty(numel, dtype=dtype, device=self._device)
-            with self._lock:
-                self._let_go = False
-                return self._lend(size).view(dtype)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.lend(numel, dtype)
+        size = format_of(dtype).bytes(numel)
+        if not size:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        with self._lock:
+            self._let_go = False
+            return self._lend(size).view(dtype)
 
     def held_bytes(self) -> int:
         """Return the bytes of the arena and of what is lent beside it."""
