@@ -62,16 +62,16 @@ def warn_of_short_updates(optimizer: Optimizer, parameters: list[ShardedParamete
     if _WARNED in record_of(optimizer).warned:
         return
     trained = [p for p in parameters if p.requires_grad]
-    short = [p for p in trained if p.dtype in SHORT and p._zinf_unit.placement.master is None]
-    if short and len(short) == len(trained):
+    units = [p._zinf_unit for p in trained]
+    short = [unit for unit in units if unit.dtype in SHORT and unit.placement.master is None]
+    if short and len(short) == len(units):
         record_of(optimizer).warned.add(_WARNED)
         warnings.warn(
             f"all {len(short)} parameters are {short[0].dtype} and updated in that precision: small updates are rounded away. "
             'options={"master": "float32"} updates them in fp32, in a copy kept with the optimizer\'s states',
             stacklevel=2,
         )
-    for p in trained:
-        unit = p._zinf_unit
+    for unit in units:
         if unit.placement.master is not None and not any(other.dtype in SHORT for other in unit.context.units):
             record_of(optimizer).warned.add(_WARNED)
             warnings.warn(

@@ -28,13 +28,13 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
     for p in hollow:
+        if any(p in states for states in known):
+            continue
         unit = p._zinf_unit
         topology, master = unit.context.link.topology, unit.placement.master_of(unit.dtype)
         converts = unit.reduce_dtype != (master or unit.dtype)  # gradients are converted one chunk at a time
         streams = master or converts or unit.placement.streams(topology)
         if (not p.requires_grad and p.grad is None) or not streams:
-            continue
-        if any(p in states for states in known):
             continue
         check_pieces(optimizer, groups[id(p)], unit)
         kept = states_kept(optimizer, groups[id(p)], master or unit.dtype)

@@ -34,10 +34,10 @@ def settings_of_step(optimizer: Optimizer, *, by_closure: bool) -> Due:
     for group in optimizer.param_groups:
         members: dict[Context, list[Unit]] = collections.defaultdict(list)
         for p in group["params"]:
-            if isinstance(p, ShardedParameter) and (p.grad is not None or (by_closure and p.requires_grad)):
-                unit = p._zinf_unit
-                if unit.shard_group.size > 1:
-                    members[unit.context].append(unit)
+            if not isinstance(p, ShardedParameter) or p._zinf_unit.shard_group.size == 1:
+                continue
+            if p.grad is not None or (by_closure and p.requires_grad):
+                members[p._zinf_unit.context].append(p._zinf_unit)
         described = ", ".join(f"{name}={_text(group[name])}" for name in optimizer.defaults if name in _kept(group))
         for context, units in members.items():
             lines[context].append(f"{described} for {len(units)} parameters: numbers {_ranges([u.serial for u in units])}")
