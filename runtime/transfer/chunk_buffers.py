@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 
@@ -34,8 +34,8 @@ class ChunkBuffer:
         self.under_way: list[Pending] = []
         self._leaving: Pending | None = None
         """The last copy to host memory that a device's stream, but not the host, has waited for."""
-        self.brought: dict[Hashable, torch.Tensor] = {}
-        """Where each of them is."""
+        self.brought: dict[int, dict[str, torch.Tensor]] = {}
+        """Where each of them is: its columns by name, by the number of its piece in the chunk."""
 
     @classmethod
     def in_place(cls) -> ChunkBuffer:

@@ -41,8 +41,9 @@ class ChunkStep:
         self._kept = chunk.states
         self.parts: list[tuple[ShardedParameter, torch.Tensor]] = []
         """Each parameter, with the part of its shard that this chunk updates."""
-        self._pieces: list[tuple[Piece, torch.Tensor]] = []
-        """For each part: its piece, and the parameter's own values; the part itself unless there is a master copy."""
+        self._pieces: list[tuple[Piece, torch.Tensor, Mapping[str, torch.Tensor]]] = []
+        """For each part: its piece, the parameter's own values, which are the part itself unless there is a master copy, and
+        its columns as they were brought."""
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
         """The optimizer's state for the parts."""
         self.scalar_states: dict[ShardedParameter, dict[str, Any]] = {}
@@ -51,20 +52,18 @@ class ChunkStep:
         """For each part: the transfer of the updated values to where the shard lives, where that is memory elsewhere."""
         self._large: dict[ShardedParameter, Set[str]] = {}
         """Names of the states of a parameter's size."""
-        for parameter, piece in chunk.pieces:
-            source = owner.gradients.get(parameter)
-            if source is None:
-                continue
-            value = buffer.brought[parameter, piece, VALUE]
-            gradient = buffer.brought[parameter, piece, GRADIENT]
-            if source.changes is not None:
-                source.changes(gradient)
+        for place, columns in buffer.brought.items():
+            parameter, piece = chunk.pieces[place]
+            value, gradient = columns[VALUE], columns[GRADIENT]
+            changes = owner.gradients[parameter].changes
+            if changes is not None:
+                changes(gradient)
             present = owner.table.present(parameter, optimizer)
-            states = self._states_of(parameter, piece)
+            states = self._states_of(piece, columns)
             part = self._master(value, states, known=MASTER in present) if MASTER in chunk.states else value
             part.grad = gradient.to(part.dtype)
             self.parts.append((parameter, part))
-            self._pieces.append((piece, value))
+            self._pieces.append((piece, value, columns))
             other = owner.table.other_states(parameter, optimizer, but=present)
             if other is not None:
                 small = {k: _copied(v, part) if isinstance(v, torch.Tensor) else v for k, v in other.items()}
@@ -75,19 +74,28 @@ class ChunkStep:
         staging = self._owner.transfers.staging(self._number, self._buffer)
         parts, self.parts = self.parts, []  # parts may own memory: free it before the next chunk allocates as much
         self.state.clear()
-        for (parameter, part), (piece, value) in zip(parts, self._pieces, strict=True):
+        for (parameter, part), (piece, value, columns) in zip(parts, self._pieces, strict=True):
             part.grad = None
-            self.scalar_states[parameter] = {}
+            scalars, large = self.scalar_states.setdefault(parameter, {}), set[str]()
             states = stepped.pop(part, {})
             if part is not value:
                 value.copy_(part)
                 states[MASTER] = part
-            pending = self._keep(parameter, piece, VALUE, value, staging)
-            self._arriving.append([] if pending is None or parameter._zinf_unit.on_drive else [pending])
-            self._large[parameter] = {name for name, state in states.items() if self._is_large(name, state)}
+            arriving: list[Pending] = []
+            if self._moves(value, columns.get(VALUE)):
+                pending = self._keep(parameter, piece, VALUE, value, staging)
+                arriving = [] if pending is None or parameter._zinf_unit.on_drive else [pending]
+            self._arriving.append(arriving)
             for name, state in states.items():
-                self._finish_state(parameter, piece, name, state, staging)
+                if not self._is_large(name, state):
+                    scalars[name] = state
+                    continue
+                large.add(name)
+                if self._moves(state, columns.get(name)):
+                    self._finish_state(parameter, piece, name, state, staging)
+            self._large[parameter] = large
             self._owner.applied(parameter)
+        self._pieces = [(piece, value, {}) for piece, value, _ in self._pieces]  # gradients are their readers' alone
         self._owner.write(self._number, self._buffer)
 
     def timed(self, last: ChunkStep) -> contextlib.AbstractContextManager[object]:
@@ -103,14 +111,14 @@ class ChunkStep:
     def hand_to(self, save: ShardsSave) -> None:
         """Let a save that waits for them have the values and states after `finish`, before they are reported."""
         with self._owner.context.lanes.meter.waiting():
-            for parameter, (piece, value) in zip(self.scalar_states, self._pieces, strict=True):
+            for parameter, (piece, value, _) in zip(self.scalar_states, self._pieces, strict=True):
                 save.updated(parameter._zinf_unit, piece.start, piece.end, {VALUE: value}, piece.start)
             if self._states:
                 save.updated(self.owner, 0, self._owner.chunks[self._number].numel, self._states)
 
     def report(self, updates: Updates[Unit]) -> None:
         """Note what is updated, before the next chunk is requested."""
-        for parameter, (piece, value), arriving in zip(self.scalar_states, self._pieces, self._arriving, strict=True):
+        for parameter, (piece, value, _), arriving in zip(self.scalar_states, self._pieces, self._arriving, strict=True):
             updates.updated(parameter._zinf_unit, piece.start, piece.end, value, arriving)
         self._arriving = []
 
@@ -119,11 +127,10 @@ class ChunkStep:
         for parameter, state in self.scalar_states.items():
             self._owner.commit(parameter, optimizer, state, self._large[parameter])
 
-    def _states_of(self, parameter: ShardedParameter, piece: Piece) -> dict[str, torch.Tensor]:
+    def _states_of(self, piece: Piece, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._states:
             return {name: part_of(view, piece) for name, view in self._states.items()}
-        brought = self._buffer.brought
-        return {name: brought[parameter, piece, name] for name in self._kept if (parameter, piece, name) in brought}
+        return {name: columns[name] for name in self._kept if name in columns}
 
     def _master(self, value: torch.Tensor, states: Mapping[str, torch.Tensor], *, known: bool) -> torch.Tensor:
         """Return the master copy; elements whose parameter was changed since, as by loading, take the parameter's value."""
@@ -136,15 +143,17 @@ class ChunkStep:
             mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
         return master
 
+    def _moves(self, value: torch.Tensor, column: torch.Tensor | None) -> bool:
+        """Say whether an updated column has to be brought anywhere, or is where it lives."""
+        return self._buffer.moves or column is None or value.data_ptr() != column.data_ptr()
+
     def _is_large(self, name: str, state: Any) -> bool:
         return isinstance(state, torch.Tensor) and (state.numel() > 1 or name in self._kept)
 
     def _finish_state(
         self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, staging: Mapping[str, StagingBuffers]
     ) -> None:
-        if not self._is_large(name, state):
-            self.scalar_states[parameter][name] = state
-        elif name not in self._kept:
+        if name not in self._kept:
             raise UnsupportedOptimizerError(
                 f"state {name!r} for parameter {parameter._zinf_unit.name} appeared after its states were laid out (found then: "
                 f"{', '.join(self._kept) or 'none'}): make a new optimizer after changing its flags"
@@ -161,8 +170,6 @@ class ChunkStep:
     def _keep(
         self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, staging: Mapping[str, StagingBuffers]
     ) -> Pending | None:
-        if not self._buffer.moves and _is_same(value, self._buffer.brought.get((parameter, piece, name))):
-            return None
         pending = self._owner.keep_piece(parameter, piece, name, value, staging[name], self._optimizer)
         if pending is not None:
             self._buffer.under_way.append(pending)
@@ -174,10 +181,6 @@ def chunk_steps(states: OffloadedStates, optimizer: Optimizer) -> Generator[list
     with contextlib.closing(states.load_chunks(optimizer)) as calls:
         for brought in calls:
             yield [ChunkStep(states, number, states.chunks[number], buffer, optimizer) for number, buffer in brought]
-
-
-def _is_same(value: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and value.data_ptr() == other.data_ptr()
 
 
 def _copied(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

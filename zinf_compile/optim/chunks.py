@@ -11,7 +11,7 @@ import torch
 from zinf_compile.ir.chunk_columns import Column, StepTiers, chunk_columns
 from zinf_compile.ir.pieces import BY_RANGE, Piece, chunk_end, cut_chunks
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.runtime.transfer.move import UpdateRoute
+from zinf_compile.runtime.transfer.move import StagingBuffers, UpdateRoute
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -76,3 +76,16 @@ def _columns(unit: Unit, states: Kept, route: UpdateRoute, tier: Tier) -> dict[s
 def part_of(view: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return a piece's slice of a chunk's column."""
     return view[piece.place : piece.place + piece.end - piece.start]
+
+
+def cut(staging: StagingBuffers, piece: Piece) -> StagingBuffers:
+    """Return a piece's slices of a column's memory."""
+    if staging.host is None and staging.device is None:
+        return staging
+    return StagingBuffers(*(None if buffer is None else part_of(buffer, piece) for buffer in (staging.host, staging.device)))
+
+
+def range_of(whole: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Return a range of a tensor's elements, flat; no view is made where that is all: each asks for the interpreter's lock."""
+    flat = whole if whole.dim() == 1 else whole.view(-1)
+    return flat if start == 0 and end == flat.numel() else flat[start:end]

@@ -31,7 +31,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .calls import group_calls
 from .chunk_budget import buffers_within_budget
 from .chunk_transfers import ChunkTransfers
-from .chunks import Kept, part_of, plan_chunks
+from .chunks import Kept, cut, part_of, plan_chunks, range_of
 from .deferrable import may_defer, may_wait
 from .load_states import reconcile
 from .record import record_of
@@ -83,6 +83,7 @@ class OffloadedStates:
             buffers_for=lambda shapes: self._buffers_for(optimizer, shapes),
         )
         self.chunks = self.transfers.chunks
+        self._pieces = collections.Counter(p for chunk in self.chunks for p, _ in chunk.pieces)
         self.table = StateTable(
             self.kept,
             self.transfers,
@@ -109,8 +110,8 @@ class OffloadedStates:
             self.transfers.buffers.begin()
             self.reconcile(optimizer)
             self._check_gradients()
-        pieces = collections.Counter(p for chunk in self.chunks for p, _ in chunk.pieces)
-        self.gradients = {p: StepGradient(p, pieces[p]) for p in self.kept if p.grad is not None}
+        found = ((p, p.grad) for p in self.kept)
+        self.gradients = {p: StepGradient(p, grad, self._pieces[p]) for p, grad in found if grad is not None}
         self.due = list(self.gradients)
         self.deferrable = self._defers and bool(self.due) and may_wait(optimizer, self.table, self.gradients)
 
@@ -235,7 +236,7 @@ class OffloadedStates:
     ) -> Pending | None:
         """Start writing back one updated column of a piece."""
         with self.context.lanes.meter.waiting():
-            return self._route.keep(self._location(parameter, piece, name, optimizer), value, _cut(staging, piece))
+            return self._route.keep(self._location(parameter, piece, name, optimizer), value, cut(staging, piece))
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start writing a chunk's updated states to their drive."""
@@ -243,11 +244,8 @@ class OffloadedStates:
             with self.context.lanes.meter.waiting():
                 self.transfers.write(number, buffer)
             self._refresh(number, buffer)
-        buffer.filled, buffer.held, buffer.brought = (
-            False,
-            False,
-            {},
-        )  # the caller holds the last reference to gradients in memory
+        buffer.filled, buffer.held = False, False
+        buffer.brought = {}  # the caller holds the last reference to gradients in memory
 
     def start_state(self, parameter: ShardedParameter, name: str, dtype: torch.dtype) -> None:
         """Allocate a state that the optimizer has newly created."""
@@ -306,24 +304,43 @@ class OffloadedStates:
         return not (here.host or here.device) or (not self._route.device_apart and all(g.is_on_host for g in due))
 
     def _prepare(self, number: int, optimizer: Optimizer) -> ChunkBuffer:
-        buffer = ChunkBuffer.in_place() if self._lies_ready(number) else self.transfers.buffer_for(number)
+        due = [(place, *row) for place, row in enumerate(self.chunks[number].pieces) if row[0] in self.gradients]
+        if self._lies_ready(number):
+            buffer = ChunkBuffer.in_place()
+            for place, parameter, piece in due:
+                buffer.brought[place] = self._columns_in_place(parameter, piece, optimizer)
+            return buffer
+        buffer = self.transfers.buffer_for(number)
         if not buffer.filled:
             buffer.filled = True
             buffer.brought = {}
             staging = self.transfers.staging(number, buffer)
-            for parameter, piece in self.chunks[number].pieces:
-                if parameter not in self.gradients:
-                    continue
+            for place, parameter, piece in due:
                 names = [VALUE, GRADIENT]
                 if not self.table.by_entry:
                     present = self.table.present(parameter, optimizer)
                     names += [name for name in self.kept[parameter] if name in present]
+                columns = buffer.brought[place] = {}
                 for name in names:
-                    place = self._location(parameter, piece, name, optimizer)
-                    buffer.brought[parameter, piece, name], pending = self._route.bring(place, _cut(staging[name], piece))
+                    where = self._location(parameter, piece, name, optimizer)
+                    columns[name], pending = self._route.bring(where, cut(staging[name], piece))
                     if pending is not None:
                         buffer.under_way.append(pending)
         return buffer
+
+    def _columns_in_place(self, parameter: ShardedParameter, piece: Piece, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """Return a piece's columns, all of which are in the memory where it is updated. Copies may still read its values."""
+        unit, columns = parameter._zinf_unit, dict[str, torch.Tensor]()
+        for name in (VALUE, GRADIENT):
+            here = self._location(parameter, piece, name, optimizer).tensor
+            assert here is not None, "it is in memory"
+            self._route.link.wait_read(here)  # a fused kernel may unscale the gradient in place
+            columns[name] = here
+        given = {} if self.table.by_entry else self.table.given(parameter, optimizer) or {}
+        for name in self.kept[parameter]:
+            if isinstance(given.get(name), torch.Tensor):
+                columns[name] = range_of(shard_state(given[name], unit, name, optimizer), piece.start, piece.end)
+        return columns
 
     def _location(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Location:
         unit, start, end = parameter._zinf_unit, piece.start, piece.end
@@ -334,14 +351,14 @@ class OffloadedStates:
         if name == GRADIENT:
             grad = self.gradients[parameter]
             return (
-                Location(_range(grad.local(), start, end))
+                Location(range_of(grad.local(), start, end))
                 if grad.offloaded is None
                 else grad.offloaded.backing.location(start, end)
             )
         whole = self._making.get((parameter, name))
         if whole is None:
             whole = shard_state(self.table.given(parameter, optimizer)[name], unit, name, optimizer)
-        return Location(_range(whole, start, end), on_device=self.tier == Tier.DEVICE)
+        return Location(range_of(whole, start, end), on_device=self.tier == Tier.DEVICE)
 
     def _check_last_step(self, optimizer: Optimizer) -> None:
         """Wait for the last step's writes; raise if one failed."""
@@ -380,15 +397,3 @@ class OffloadedStates:
                 entry = self.table.entries.get(parameter)
                 for name, copy in entry.copies.items() if entry is not None else ():
                     self._route.copy_out(part_of(views[name], piece), copy.flat[piece.start : piece.end])
-
-
-def _range(whole: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Return a range of a flat tensor; itself where that is all of it, since each view takes the interpreter's lock anew."""
-    flat = whole if whole.dim() == 1 else whole.view(-1)
-    return flat if start == 0 and end == flat.numel() else flat[start:end]
-
-
-def _cut(staging: StagingBuffers, piece: Piece) -> StagingBuffers:
-    if staging.host is None and staging.device is None:
-        return staging
-    return StagingBuffers(*(None if buffer is None else part_of(buffer, piece) for buffer in (staging.host, staging.device)))

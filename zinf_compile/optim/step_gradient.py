@@ -16,8 +16,7 @@ from .shard_state import local_gradient
 class StepGradient:
     """Snapshot of one parameter's gradient for a step."""
 
-    def __init__(self, parameter: ShardedParameter, pieces: int) -> None:
-        grad = parameter.grad
+    def __init__(self, parameter: ShardedParameter, grad: torch.Tensor, pieces: int) -> None:
         self._is_own = isinstance(grad, ShardedGradient)
         offloaded = grad.offloaded if isinstance(grad, ShardedGradient) else None
         self._local = local_gradient(parameter) if offloaded is None else None
