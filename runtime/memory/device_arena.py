@@ -2,9 +2,9 @@
 
 Note: Memory across streams
     A range is lent to the stream that is current then, and an event is recorded on that stream where the range comes back. Who is
-    lent it next, on another stream, comes after that event; on the same stream it comes after anyway. `record_stream` isn't
-    needed: copies on other streams are over, as the lending stream knows it, before their memory comes back
-    (`runtime/lanes/stream_lane.py`).
+    lent it next, on another stream, comes after that event; on the same stream it comes after anyway, so that none is recorded
+    as long as there was one stream only. `record_stream` isn't needed: copies on other streams are over, as the lending stream
+    knows it, before their memory comes back (`runtime/lanes/stream_lane.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GRANULE = 512
 _NO_END = 1 << 62
 
 _Events = Mapping[torch.Stream, torch.Event | None]
-"""By stream, the event after which nothing there uses a range any more; None: there were several, one more is after all."""
+"""By stream, the event after which nothing there uses a range any more; None: one that is recorded now is after all."""
 
 
 def _join(one: _Events, other: _Events) -> _Events:
@@ -91,7 +91,9 @@ class DeviceArena:
         self._ranges: FreeRanges[_Events] = FreeRanges(_NO_END, {}, _join)
         self._leases: dict[int, _Lease] = {}
         self._numbers = itertools.count()
-        self._returned: collections.deque[tuple[_Lease, torch.Event | None]] = collections.deque()
+        self._returned: collections.deque[tuple[_Lease, _Events]] = collections.deque()
+        self._streams: set[torch.Stream] = set()
+        """Those that something was lent to."""
         self._lent = 0
         """Loans that didn't come back, or are still in `_returned`."""
         self._needed = 0
@@ -150,6 +152,7 @@ class DeviceArena:
             _wait(stream, events)
             leased = self._arena[start : start + size]
             self.account(-size)
+        self._streams.add(stream)
         lease = _Lease(start, length, size, stream, fresh=fresh)
         number = next(self._numbers)
         self._leases[number] = lease
@@ -163,18 +166,18 @@ class DeviceArena:
         lease = self._leases.pop(number)
         if sys.is_finalizing():
             return
-        event = None
+        events: _Events = {}
         if not lease.fresh:
-            event = lease.stream.record_event()
+            events = {lease.stream: lease.stream.record_event() if len(self._streams) > 1 else None}
             self.account(lease.size)
-        self._returned.append((lease, event))
+        self._returned.append((lease, events))
         if self._let_go:
             self._settle()
 
     def _take_back(self) -> None:
         while self._returned:
-            lease, event = self._returned.popleft()
-            self._ranges.give(lease.start, lease.length, {} if event is None else {lease.stream: event})
+            lease, events = self._returned.popleft()
+            self._ranges.give(lease.start, lease.length, events)
             self._lent -= 1
 
     def _settle(self) -> None:
