@@ -33,8 +33,7 @@ from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.pending_updates import Updates
 from zinf_compile.runtime.units.swap import (
     SwapHandle,
-    is_small,
-    leaves_small,
+    stays_on_host,
     swap_in,
     swap_in_together,
     swap_out,
@@ -131,58 +130,58 @@ def _release(step: Release, run: Run) -> None:
 def _swap_in(step: SwapIn, run: Run) -> None:
     members: Sequence[tuple[int, int]] = step.members
     if len(members) > 1 and step.dst == Tier.DEVICE and run.context.link.copies_together:
-        members = _swap_in_small(step, run)
+        members = _swap_in_together(step, run)
     for source, out in members:
         earlier = run.registers[source] if isinstance(run.registers[source], SwapHandle) else None
         unit: Unit | Tile = run.units[source] if earlier is None else earlier.unit
         run.registers[out] = swap_in(unit, step.src, step.dst, earlier)
 
 
-def _swap_in_small(step: SwapIn, run: Run) -> list[tuple[int, int]]:
-    """Start one copy of the small ones of a group that are in host memory, and one of those that a step has still to update.
+def _swap_in_together(step: SwapIn, run: Run) -> list[tuple[int, int]]:
+    """Start one copy of those of a group that are in host memory, and one of those that a step has still to update there.
 
     Return the other members.
     """
-    small: dict[Updates[Unit] | None, list[tuple[Unit | Tile, int]]] = {}
+    rows: dict[Updates[Unit] | None, list[tuple[Unit | Tile, int]]] = {}
     begins = [(run.units[s], out) for s, out in step.members if not isinstance(run.registers[s], SwapHandle)]
     for unit, out in begins:
-        if not is_small(unit):
+        if unit.resident is None:
             continue
         if unit.updated() is None:
-            small.setdefault(None, []).append((unit, out))
+            rows.setdefault(None, []).append((unit, out))
         elif isinstance(unit, Unit):
-            small.setdefault(unit.updates, []).append((unit, out))
-    gone = set[int]()
-    for updates, together in small.items():
+            rows.setdefault(unit.updates, []).append((unit, out))
+    begun = set[int]()
+    for updates, together in rows.items():
         if len(together) > 1:
             for (_, out), handle in zip(together, swap_in_together([unit for unit, _ in together], updates), strict=True):
                 run.registers[out] = handle
-                gone.add(out)
-    return [member for member in step.members if member[1] not in gone]
+                begun.add(out)
+    return [member for member in step.members if member[1] not in begun]
 
 
 def _swap_out(step: SwapOut, run: Run) -> None:
     members: Sequence[tuple[int, int]] = step.members
     if len(members) > 1 and step.dst == Tier.HOST and run.context.link.copies_together:
-        members = _swap_out_small(step, run)
+        members = _swap_out_together(step, run)
     for source, out in members:
         grad = run.registers[source]
         run.registers[out] = grad if grad.at_home else _hop_out(grad, step.dst)
 
 
-def _swap_out_small(step: SwapOut, run: Run) -> list[tuple[int, int]]:
-    """Start copies of the small ones of a group that stay in host memory, several at a time; return the other members."""
+def _swap_out_together(step: SwapOut, run: Run) -> list[tuple[int, int]]:
+    """Start copies of those of a group that stay in host memory, several at a time; return the other members."""
     found = {out: run.registers[source] for source, out in step.members}
-    small = {
+    together = {
         out: grad
         for out, grad in found.items()
-        if not grad.at_home and grad.together is None and leaves_small(grad.unit, grad.shard)
+        if not grad.at_home and grad.together is None and stays_on_host(grad.unit, grad.shard)
     }
-    if len(small) > 1:
-        leaving = swap_out_together([(grad.unit, grad.shard, grad.reduction) for grad in small.values()])
-        for (out, grad), (shard, pending) in zip(small.items(), leaving, strict=True):
+    if len(together) > 1:
+        leaving = swap_out_together([(grad.unit, grad.shard, grad.reduction) for grad in together.values()])
+        for (out, grad), (shard, pending) in zip(together.items(), leaving, strict=True):
             run.registers[out] = ReduceHandle(grad.unit, shard, pending)
-    return [member for member in step.members if len(small) == 1 or member[1] not in small]
+    return [member for member in step.members if len(together) == 1 or member[1] not in together]
 
 
 def _hop_out(grad: ReduceHandle, dst: str) -> ReduceHandle:

@@ -27,7 +27,7 @@ class DeviceLink(Protocol):
     topology: Topology
     """How tiers are linked; where the device is host memory nothing is ever copied."""
     copies_together: bool
-    """Whether copies that are issued at one time, small ones above all, are better issued as one."""
+    """Whether copies that are issued at one time are better issued as one."""
 
     def attach(self, meter: Meter) -> None:
         """Count what crosses on this meter."""

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
 
 
-SMALL_BYTES = 4 << 20
-"""About what a fast link, 55 GB/s, moves while one copy is issued: 75 us of Python."""
-
-
 class SwapHandle:
     """A swap in of a unit: `shard` is filled once `pending` is over."""
 
@@ -86,13 +82,8 @@ def bring(unit: Unit | Tile) -> SwapHandle:
     return handle
 
 
-def is_small(unit: Unit | Tile) -> bool:
-    """Say whether a unit is better copied to its device with others: from host memory, and soon over."""
-    return unit.resident is not None and unit.format.bytes(unit.shard_numel) <= SMALL_BYTES
-
-
 def swap_in_together(units: Sequence[Unit | Tile], updates: Updates[Any] | None) -> list[SwapHandle]:
-    """Start one copy of several units of a context to their device, all from host memory: see `is_small`.
+    """Start one copy of several units of a context to their device, all from host memory.
 
     Where a step has still to update them, once it has: `updates`, which are those of all of them, and none is a tile.
     """
@@ -143,23 +134,24 @@ def swap_out(
     return offloaded, Done()
 
 
-def leaves_small(unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient) -> bool:
-    """Say whether a gradient is better copied to the host with others: it stays there, and the copy is soon over."""
-    return unit.placement.grads == Tier.HOST and isinstance(shard, torch.Tensor) and shard.nbytes <= SMALL_BYTES
+def stays_on_host(unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient) -> bool:
+    """Say whether a gradient goes from the device to host memory, and no farther: see `swap_out_together`."""
+    return unit.placement.grads == Tier.HOST and isinstance(shard, torch.Tensor)
 
 
 def swap_out_together(
     leaving: Sequence[tuple[Unit | Tile, torch.Tensor, Pending]],
 ) -> list[tuple[OffloadedGradient, Pending]]:
-    """Start to copy several gradients of a context to the host, each behind its reduction: see `leaves_small`.
+    """Start to copy several gradients of a context to the host, each behind its reduction.
 
-    One copy for as many as may be under way at a time. Returns their shards there, as `swap_out` does for one.
+    One copy for half of what may be under way at a time: it can be issued while another one is. Returns their shards there, as
+    `swap_out` does for one.
     """
     context = leaving[0][0].context
     limit = context.memory.inflight_gradients.limit
     found, start, held = list[tuple[OffloadedGradient, Pending]](), 0, 0
     for number, (_, shard, _) in enumerate(leaving):
-        if limit is not None and number > start and held + shard.nbytes > limit:
+        if limit is not None and number > start and held + shard.nbytes > limit // 2:
             found += _copy_out_together(context, leaving[start:number])
             start, held = number, 0
         held += shard.nbytes

@@ -1,4 +1,4 @@
-"""Small parameters that a schedule brings at one point are brought by one copy, and so leave gradients, with the same bits."""
+"""Parameters that a schedule brings at one point are brought by one copy, and so leave gradients, with the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from held_updates import held_updates
 from zinf_compile.runtime.device.link import AcceleratorLink
 from zinf_compile.runtime.lanes.stream_lane import StreamLane
 from zinf_compile.runtime.memory.inflight import InflightLimit
-from zinf_compile.runtime.units import swap
 from zinf_compile.runtime.units.pending_updates import Updates
 
 OUT = "zinf device to host"
@@ -72,12 +71,6 @@ def test_one_copy_brings_what_a_step_has_still_to_update(issued: dict[str, int],
     assert all(map(torch.equal, together, apart))
 
 
-def test_large_ones_are_copied_by_themselves(issued: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap, "SMALL_BYTES", 32 * 96 * 4 - 1)
-    _, copies = trained(issued)
-    assert copies == 3 * (8 + 1 + 7), "weights one by one, and the biases of all layers"
-
-
 def test_one_copy_takes_the_gradients_of_a_group_with_the_same_bits(
     issued: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,15 +85,14 @@ def test_one_copy_takes_the_gradients_of_a_group_with_the_same_bits(
     assert copies < by_bucket < more
 
 
-def test_gradients_leave_by_as_many_copies_as_may_be_under_way(issued: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one layer at a time: with its two weights, and with what is not small by itself."""
-    layer = 4 * (2 * 32 * 96 + 96 + 32)
-    monkeypatch.setattr(InflightLimit, "limit", property(lambda limit: layer, lambda limit, value: None), raising=False)
+def test_gradients_leave_by_copies_of_half_of_what_may_be_under_way(
+    issued: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one layer at a time: the next one's is issued while that is copied."""
+    most = 2 * 4 * (2 * 32 * 96 + 96 + 32)
+    monkeypatch.setattr(InflightLimit, "limit", property(lambda limit: most, lambda limit, value: None), raising=False)
     _, copies = trained(issued, OUT)
     assert copies == 3 * 4 + 16
-    monkeypatch.setattr(swap, "SMALL_BYTES", 32 * 96 * 4 - 1)
-    _, copies = trained(issued, OUT)
-    assert copies == 3 * (8 + 1) + 16, "weights one by one, and the biases of all layers"
 
 
 def test_a_group_is_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
