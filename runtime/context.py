@@ -27,6 +27,7 @@ from zinf_compile.runtime.lanes.rank_lanes import Lanes
 from zinf_compile.runtime.lanes.step_recorder import StepRecorder
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.device_arena import DeviceArena
+from zinf_compile.runtime.memory.full_copies import FullCopies
 from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.value_space import ValueSpace
@@ -82,6 +83,8 @@ class Context:
         """Units of which a change ended in its middle: why, and the parameter's version then."""
         self.ending = False
         """Whether the process ends: lanes stop."""
+        self.full_copies = FullCopies()
+        """Full units that stay on the device until they change."""
         self.whole_gradients: weakref.WeakSet[Any] = weakref.WeakSet()
         """Full gradients that are to be reduced when they are first read."""
         self.chosen: dict[Hashable, bool] = {}

@@ -44,7 +44,7 @@ from zinf_compile.runtime.units.whole_gradient import keep_whole
 
 from .context import Context
 from .gather_steps import names_of, perform_gather, perform_gather_rows, perform_keep_unit, perform_wait
-from .handles import ReduceHandle, Reduction
+from .handles import HeldCopy, ReduceHandle, Reduction
 from .run import Run
 from .value_steps import (
     perform_copy,
@@ -129,21 +129,38 @@ def _release(step: Release, run: Run) -> None:
 
 def _swap_in(step: SwapIn, run: Run) -> None:
     members: Sequence[tuple[int, int]] = step.members
+    if run.context.full_copies:
+        members = _without_copies(members, run)
     if len(members) > 1 and step.dst == Tier.DEVICE and run.context.link.copies_together:
-        members = _swap_in_together(step, run)
+        members = _swap_in_together(members, run)
     for source, out in members:
         earlier = run.registers[source] if isinstance(run.registers[source], SwapHandle) else None
         unit: Unit | Tile = run.units[source] if earlier is None else earlier.unit
         run.registers[out] = swap_in(unit, step.src, step.dst, earlier)
 
 
-def _swap_in_together(step: SwapIn, run: Run) -> list[tuple[int, int]]:
+def _without_copies(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[int, int]]:
+    """Leave out the units of which the device has a full copy: their gathers take that. Return the other members."""
+    left = []
+    for source, out in members:
+        value = run.registers[source]
+        unit = run.units.get(source)
+        if isinstance(value, HeldCopy):
+            run.registers[out] = value
+        elif not isinstance(value, SwapHandle) and isinstance(unit, Unit) and run.context.full_copies.holds(unit):
+            run.registers[out] = HeldCopy(unit)
+        else:
+            left.append((source, out))
+    return left
+
+
+def _swap_in_together(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[int, int]]:
     """Start one copy of those of a group that are in host memory, and one of those that a step has still to update there.
 
     Return the other members.
     """
     rows: dict[Updates[Unit] | None, list[tuple[Unit | Tile, int]]] = {}
-    begins = [(run.units[s], out) for s, out in step.members if not isinstance(run.registers[s], SwapHandle)]
+    begins = [(run.units[s], out) for s, out in members if not isinstance(run.registers[s], SwapHandle)]
     for unit, out in begins:
         if unit.resident is None:
             continue
@@ -157,7 +174,7 @@ def _swap_in_together(step: SwapIn, run: Run) -> list[tuple[int, int]]:
             for (_, out), handle in zip(together, swap_in_together([unit for unit, _ in together], updates), strict=True):
                 run.registers[out] = handle
                 begun.add(out)
-    return [member for member in step.members if member[1] not in begun]
+    return [member for member in members if member[1] not in begun]
 
 
 def _swap_out(step: SwapOut, run: Run) -> None:

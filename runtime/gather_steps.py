@@ -14,34 +14,40 @@ from zinf_compile.runtime.units.swap import SwapHandle, bring
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
-from .handles import GatherHandle
+from .handles import GatherHandle, HeldCopy
 from .run import Run
+
+Members = Sequence[tuple[int, int]]
+"""The registers of units, or of swaps of them, and those of their handles."""
 
 
 def perform_gather(step: Gather, run: Run) -> None:
-    units, registers, context = run.units, run.registers, run.context
-    if context.size == 1:
-        _gather_at_hand(step, run)
+    members = _without_copies(step, run) if run.context.full_copies else step.members
+    if not members:
         return
-    first = registers[step.members[0][0]]
-    group = (first.unit if isinstance(first, SwapHandle) else units[step.members[0][0]]).shard_group
+    if run.context.size == 1:
+        _gather_at_hand(step, members, run)
+        return
+    group = _unit_behind(members[0][0], run).shard_group
     if group.size == 1:
-        _gather_at_hand(step, run)
+        _gather_at_hand(step, members, run)
         return
-    arriving = [_arriving(source, run) for source, _ in step.members]
-    members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
+    registers, context = run.registers, run.context
+    arriving = [_arriving(source, run) for source, _ in members]
+    gathered = [_unit_behind(source, run) if a is None else a.unit for (source, _), a in zip(members, arriving, strict=True)]
     gathers, _ = context.collectives(group)
-    what = _gathering(step, members, run)
-    shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
-    following = (unit.updated() if a is None else a.pending for unit, a in zip(members, arriving, strict=True))
+    what = _gathering(step, gathered, run)
+    shards = [unit.shard if a is None else a.shard for unit, a in zip(gathered, arriving, strict=True)]
+    following = (unit.updated() if a is None else a.pending for unit, a in zip(gathered, arriving, strict=True))
     before = [pending for pending in following if pending is not None]
-    context.memory.make_room(context.memory.ledger, format_of(step.dtype).bytes(sum(unit.numel for unit in members)))
+    context.memory.make_room(context.memory.ledger, format_of(step.dtype).bytes(sum(unit.numel for unit in gathered)))
+    staying = [_staying(unit) for unit in gathered]
     flats = [
-        # what autograd keeps is PyTorch's memory, and none of the arena that gathers share
-        (context.full_buffer if out in run.program.kept else context.gather_buffer)(unit.numel, step.dtype, unit.device)
-        for unit, (_, out) in zip(members, step.members, strict=True)
+        # what autograd keeps is PyTorch's memory, and none of the arena that gathers share; so is what stays
+        (context.full_buffer if stays or out in run.program.kept else context.gather_buffer)(unit.numel, step.dtype, unit.device)
+        for unit, stays, (_, out) in zip(gathered, staying, members, strict=True)
     ]
-    parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
+    parts = [unit.split(shard, flat) for unit, shard, flat in zip(gathered, shards, flats, strict=True)]
     count = (group.size - 1) * format_of(step.dtype).bytes(sum(shard.numel() for shard in shards))
 
     def gather() -> None:
@@ -50,10 +56,33 @@ def perform_gather(step: Gather, run: Run) -> None:
 
     pending = context.lanes.start(context.lanes.gather, gather, after=before)
     context.lanes.meter.moved("from ranks", count)
-    for unit, (_, out), flat in zip(members, step.members, flats, strict=True):
+    for unit, stays, (_, out), flat in zip(gathered, staying, members, flats, strict=True):
         full = unit.logical(flat)
         context.memory.ledger.track("gathered", full)
-        registers[out] = GatherHandle(full, pending, what)
+        registers[out] = GatherHandle(full, pending, what, stays=stays)
+
+
+def _without_copies(step: Gather, run: Run) -> Members:
+    """Take the copies that stay on the device; return the members that have none."""
+    left = []
+    for source, out in step.members:
+        unit = _unit_behind(source, run)
+        copy = run.context.full_copies.find(unit, step.dtype) if isinstance(unit, Unit) else None
+        if copy is None:
+            left.append((source, out))
+        else:
+            run.registers[out] = GatherHandle(copy, None)
+    return left
+
+
+def _unit_behind(source: int, run: Run) -> Unit | Tile:
+    value = run.registers[source]
+    return value.unit if isinstance(value, SwapHandle | HeldCopy) else run.units[source]
+
+
+def _staying(unit: Unit | Tile) -> Unit | None:
+    """Return the unit, where its full copy is to stay on the device."""
+    return unit if isinstance(unit, Unit) and unit.full_copy_numel else None
 
 
 def _arriving(source: int, run: Run) -> SwapHandle | None:
@@ -61,21 +90,21 @@ def _arriving(source: int, run: Run) -> SwapHandle | None:
     value = run.registers[source]
     if isinstance(value, SwapHandle):
         return value
-    unit = run.units[source]
+    unit = _unit_behind(source, run)
     return None if unit.backing is None else bring(unit)
 
 
-def _gather_at_hand(step: Gather, run: Run) -> None:
+def _gather_at_hand(step: Gather, members: Members, run: Run) -> None:
     """Gather units that are not cut into shards: the shard, on the device or in flight to it, is the whole."""
-    units, registers = run.units, run.registers
-    for source, out in step.members:
+    registers = run.registers
+    for source, out in members:
         arrived = _arriving(source, run)
         if arrived is not None and arrived.unit.backing is not None:
             narrower = step.dtype if step.dtype != arrived.unit.dtype else None
-            full = arrived.unit.logical(arrived.shard)
-            registers[out] = GatherHandle(full, arrived.pending, _gathering(step, [arrived.unit], run), narrower)
+            full, what = arrived.unit.logical(arrived.shard), _gathering(step, [arrived.unit], run)
+            registers[out] = GatherHandle(full, arrived.pending, what, narrower, stays=_staying(arrived.unit))
         else:
-            unit = units[source] if arrived is None else arrived.unit
+            unit = _unit_behind(source, run) if arrived is None else arrived.unit
             whole, updated = unit.whole_memory(), unit.updated()
             if updated is not None or step.dtype == unit.dtype:
                 narrower = step.dtype if step.dtype != unit.dtype else None
@@ -85,10 +114,15 @@ def _gather_at_hand(step: Gather, run: Run) -> None:
 
 
 def perform_wait(step: Wait, run: Run) -> None:
-    gathered = run.registers[step.handle]
+    gathered, context = run.registers[step.handle], run.context
     if gathered.pending is not None:
-        run.context.finish(gathered.pending, gathered.what)
-    run.registers[step.out] = gathered.full if gathered.dtype is None else _cast(gathered.full, gathered.dtype, run.context)
+        context.finish(gathered.pending, gathered.what)
+    full = gathered.full
+    if gathered.dtype is not None:
+        full = _cast(full, gathered.dtype, context, stays=gathered.stays is not None)
+    if gathered.stays is not None:
+        context.full_copies.keep(gathered.stays, full)
+    run.registers[step.out] = full
 
 
 def perform_keep_unit(step: KeepUnit, run: Run) -> None:
@@ -103,11 +137,12 @@ def perform_gather_rows(step: GatherRows, run: Run) -> None:
     run.registers[step.out] = gather_rows(unit, run.registers[step.indices], run.program.name)
 
 
-def _cast(value: torch.Tensor, dtype: torch.dtype, context: Context) -> torch.Tensor:
+def _cast(value: torch.Tensor, dtype: torch.dtype, context: Context, *, stays: bool = False) -> torch.Tensor:
     if value.device.type == "cpu":
         full = value.to(dtype)
     else:
-        full = context.gather_buffer(value.numel(), dtype, value.device).as_strided(value.size(), value.stride()).copy_(value)
+        buffer = (context.full_buffer if stays else context.gather_buffer)(value.numel(), dtype, value.device)
+        full = buffer.as_strided(value.size(), value.stride()).copy_(value)
     context.memory.ledger.track("gathered", full)
     return full
 

@@ -15,15 +15,34 @@ from .context import Context
 class GatherHandle:
     """A handle: the full unit, usable once `pending` is over; None where nothing travels."""
 
-    __slots__ = ("dtype", "full", "pending", "what")
+    __slots__ = ("dtype", "full", "pending", "stays", "what")
 
-    def __init__(self, full: torch.Tensor, pending: Pending | None, what: str = "", dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        full: torch.Tensor,
+        pending: Pending | None,
+        what: str = "",
+        dtype: torch.dtype | None = None,
+        *,
+        stays: Unit | None = None,
+    ) -> None:
         self.full = full
+        self.stays = stays
+        """The unit, where its full copy is to stay on the device."""
         self.pending = pending
         self.what = what
         """What is under way, for errors."""
         self.dtype = dtype
         """The type to cast the unit to, where that is another than it arrives in."""
+
+
+class HeldCopy:
+    """In the place of a swap: the device has a full copy of the unit."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
 
 
 class ReduceHandle:

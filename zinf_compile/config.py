@@ -95,6 +95,12 @@ class Config:
     `"auto"`: those stay gathered for which a declared `device_memory` has room beside everything else; without one, none. One
     process gathers nothing. Numbers are the same for any."""
 
+    reshard_after_backward: bool = True
+    """Whether full parameters are let go of behind a backward. `False`: they stay on the device until the step changes them, as
+    with FSDP2's `set_reshard_after_backward(False)`. A step so gathers each parameter once, or loads it once from another tier,
+    however many micro-batches it has, for forward and backward; the device holds all full parameters at once. Parameters in
+    tiles, and rows of embeddings, are gathered for each use all the same. Numbers are the same."""
+
     reduce_grads: str = "backward"
     """When gradients are averaged over several ranks. `"backward"`: in each, so that a rank holds 1/N of them, as with ZeRO-3 and
     ZeRO-2. `"step"`: once, when they are first read, by clipping or by the step; until then they are added up whole, on the
@@ -231,6 +237,7 @@ class Config:
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
             + (f" activations={self.activations}" if self.activations != AUTO else "")
             + (f" reshard_after_forward={self.reshard_after_forward}" if self.reshard_after_forward != AUTO else "")
+            + ("" if self.reshard_after_backward else " reshard_after_backward=False")
             + (f" reduce_grads={self.reduce_grads}" if self.reduce_grads != "backward" else "")
             + (f" machine={with_digest(self.machine)}" if self.machine is not None else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
@@ -260,6 +267,7 @@ class Config:
             tile=self.tile_bytes,
             piece_numel=self.shape().piece_numel,
             reduce_grads=self.reduce_grads,
+            reshard_after_backward=self.reshard_after_backward,
         )
 
     def saved_values(self) -> Tier:
@@ -292,6 +300,8 @@ class Config:
         check_known("planner", self.planner, is_planner, planners)
         is_choice = self.reshard_after_forward == AUTO or isinstance(self.reshard_after_forward, bool)
         check_known("reshard_after_forward", self.reshard_after_forward, is_choice, "True, False, 'auto'")
+        is_bool = isinstance(self.reshard_after_backward, bool)
+        check_known("reshard_after_backward", self.reshard_after_backward, is_bool, "True, False")
         check_known("reduce_grads", self.reduce_grads, self.reduce_grads in ("backward", "step"), "'backward', 'step'")
         is_profile = isinstance(self.machine, str | os.PathLike | None)
         check_known("machine", self.machine, is_profile, "a profile's name, or the path of its file")
@@ -349,6 +359,11 @@ class Config:
         check_known("activations", self.activations, self.activations in words, ", ".join(map(repr, words)))
         check_known("update", self.update, self.update in (None, "host", "device"), "'host', 'device'")
         check_known("master", self.master, self.master in (None, "float32"), "'float32'")
+        if self.reshard_after_forward is True and not self.reshard_after_backward:
+            raise OptionError(
+                "option reshard_after_backward=False keeps full parameters on the device until the step, and "
+                "reshard_after_forward=True lets go of them behind each forward: omit one of the two"
+            )
         if self.reduce_grads == "step" and self.grads not in (AUTO, Tier.DEVICE):
             raise OptionError(
                 f"option reduce_grads='step' keeps full gradients on the device, and grads={self.grads!r} asks for another tier: "

@@ -5,6 +5,8 @@ aligned_buffers — Aligned host memory for direct I/O: pinned where an accelera
 arena — An arena of host memory for gathered units.
 device_arena — An arena of a device's own memory for gathers and swaps: after the first steps nothing of theirs is allocated
     any more.
+full_copies — Full units that stay on the device until their values change, so that a step gathers each once:
+    `reshard_after_backward=False`.
 inflight — Limits of what transfers under way may hold.
 ledger — The account of the bytes that the runtime holds, by kind.
 own_storage — Tensors of the same memory as others, with a storage of their own that begins where the values do.

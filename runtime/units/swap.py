@@ -58,7 +58,7 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
     context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
-    device = link.device_buffer(unit.shard_numel, unit.dtype)
+    device = _device_buffer(unit)
     context.memory.ledger.track("gathered", device)
     after = earlier.pending if earlier is not None else None
     stream = current_stream(unit.device)  # in whose order the buffer was made
@@ -70,6 +70,12 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     if after is None and unit.updated() is not None:
         return SwapHandle(unit, device, unit.begin_updated(copy))
     return SwapHandle(unit, device, begin_after_landing(after, copy))
+
+
+def _device_buffer(unit: Unit | Tile) -> torch.Tensor:
+    """Return memory of the device for a shard: of the arena, but for one that may stay as the full copy of its unit."""
+    stays = isinstance(unit, Unit) and unit.full_copy_numel == unit.shard_numel
+    return unit.context.link.device_buffer(unit.shard_numel, unit.dtype, lasting=stays)
 
 
 def bring(unit: Unit | Tile) -> SwapHandle:
@@ -92,7 +98,7 @@ def swap_in_together(units: Sequence[Unit | Tile], updates: Updates[Any] | None)
         source = unit.resident
         assert source is not None, "it is in host memory"
         context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
-        device = context.link.device_buffer(unit.shard_numel, unit.dtype)
+        device = _device_buffer(unit)
         context.memory.ledger.track("gathered", device)
         sources.append(source)
         handles.append(SwapHandle(unit, device))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zinf_compile._torch import storage_owners
-from zinf_compile.ir.formats import StateFormat, format_of
 from zinf_compile.ir.tiers import ON_DEVICE, Placement
 from zinf_compile.ir.tiling import Box, borders_of, box_text, tile_shape, tile_stride
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
@@ -19,6 +18,7 @@ from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.transfer.move import Location, crosses, move, on_host, route_of
 
 from .backing import NvmeBacking, ShardBacking
+from .placed import Placed
 from .saving import ShardsSave
 from .shard_layout import DenseLayout, cut_spans
 from .updatable import Updatable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .pending_updates import Updates
 
 
-class Unit(DenseLayout, Updatable):
+class Unit(DenseLayout, Placed, Updatable):
     """One partitioned parameter on this rank. Its flat order is that of the parameter's memory.
 
     Its shard is a tensor on its device, or has a `backing` elsewhere. A rank's shard of a large one is its shards of all tiles,
@@ -117,26 +117,6 @@ class Unit(DenseLayout, Updatable):
         return shard_numel(self.numel, self.shard_group.size)
 
     @property
-    def reduce_dtype(self) -> torch.dtype:
-        """The type in which its gradient is reduced over ranks, added up and kept until the step."""
-        return self.placement.reduce_dtype_of(self.dtype)
-
-    @property
-    def reduced_at_step(self) -> bool:
-        """Whether its gradient is kept whole until the step."""
-        return self.placement.reduces_at_step(self.numel, self.shard_numel, tiled=bool(self.boxes))
-
-    @property
-    def gradient_numel(self) -> int:
-        """The elements that this rank holds of its gradient: the shard's, and all where it is kept whole until the step."""
-        return self.placement.gradient_numel(self.numel, self.shard_numel, tiled=bool(self.boxes))
-
-    @property
-    def reduce_format(self) -> StateFormat:
-        """The format in which its gradient is sent, added up and kept."""
-        return format_of(self.reduce_dtype)
-
-    @property
     def cuts(self) -> tuple[int, ...]:
         """The borders, in the shard, between tiles."""
         return tuple(span.place for span in self.spans[1:])
@@ -158,6 +138,7 @@ class Unit(DenseLayout, Updatable):
 
     def changing(self, start: int = 0, end: int | None = None) -> None:
         """Call before elements [start, end) of the shard change, in memory or on a drive, or are handed out to be changed."""
+        self.context.full_copies.drop(self)
         if self.saving is not None:
             self.saving.before_change(self, start, self.shard_numel if end is None else end)
 

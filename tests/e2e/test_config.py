@@ -46,6 +46,12 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ),
     ({"reshard_after_forward": "no"}, "reshard_after_forward='no' is not known; accepted: True, False, 'auto'"),
     ({"reshard_after_forward": 1}, "reshard_after_forward=1 is not known; accepted: True, False, 'auto'"),
+    ({"reshard_after_backward": 0}, "reshard_after_backward=0 is not known; accepted: True, False"),
+    (
+        {"reshard_after_backward": False, "reshard_after_forward": True},
+        "option reshard_after_backward=False keeps full parameters on the device until the step, and reshard_after_forward=True "
+        "lets go of them behind each forward: omit one of the two",
+    ),
     ({"update": "gpu"}, "update='gpu' is not known; accepted: 'host', 'device'"),
     ({"master": "float16"}, "master='float16' is not known; accepted: 'float32'"),
     ({"device_memory": "lots"}, "device_memory='lots' is not a size; accepted: a positive number of bytes or text such as"),

@@ -18,7 +18,7 @@ from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program, digest_of
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.optim.first_call_in_step import refuse_running_steps
-from zinf_compile.runtime.comm.steps_done import mixed
+from zinf_compile.runtime.comm.steps_done import mixed, ranges_of
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
@@ -187,6 +187,9 @@ class Binder:
         lines, digest = self._described[key]
         if changed := self._context.eager_changes:
             lines = [*lines, f"changes of parameters outside graphs {changed:08x}, the last {self._context.last_eager_change}"]
+            digest = digest_of([str(digest), lines[-1]])
+        if copies := self._context.full_copies:
+            lines = [*lines, f"parameters that stay gathered: numbers {ranges_of(copies.serials())}"]
             digest = digest_of([str(digest), lines[-1]])
         return self._context.ranks.agree(
             lines,

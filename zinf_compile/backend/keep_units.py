@@ -38,7 +38,7 @@ def keep_units(
     cap leaves beside all that was decided, where that decides. `together`: ranks compile at the same point, and agree.
     """
     context, word = budget.context, config.reshard_after_forward
-    if len(graphs) < 2 or context.size == 1 or word is True:
+    if len(graphs) < 2 or context.size == 1 or word is True or not config.reshard_after_backward:  # they stay beyond it
         return ""
     if word == AUTO and (budget.measuring or not budget.compute.counts):
         return ""

@@ -55,6 +55,7 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
         update=placement.update,
         master="float32" if placement.master else None,
         reduce_dtype=placement.reduce_dtype,
+        reshard_after_backward=placement.reshard_after_backward,
         tile=tiles.pop() if len(tiles) == 1 else config.tile,
     )
 

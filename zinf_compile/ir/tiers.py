@@ -144,6 +144,9 @@ class Placement:
     reduce_grads: str = "backward"
     """When gradients are reduced over ranks: in each "backward", or at the "step", until which they are added up whole."""
 
+    reshard_after_backward: bool = True
+    """Whether full parameters are let go of behind each backward, or stay until their values change."""
+
     def __post_init__(self) -> None:
         """Let tiers be given by their words."""
         for field in ("params", "grads", "optimizer"):
@@ -177,6 +180,14 @@ class Placement:
         """Return the elements that a rank holds of that gradient: its shard, and all of it where it is kept whole."""
         return shard + numel * self.reduces_at_step(numel, shard, tiled=tiled)
 
+    def full_copy_numel(self, numel: int, shard: int, topology: Topology, *, tiled: bool) -> int:
+        """Return the elements of a full copy that stays on the device until the parameter changes; 0: there is none.
+
+        There is none of a parameter in tiles, nor where compute reads the shard itself.
+        """
+        moves = shard < numel or topology.is_offloaded(self.params)
+        return numel if not self.reshard_after_backward and moves and not tiled else 0
+
     def of_parameter(self, *, dim: int, numel: int) -> Placement:
         """Return where the states of one parameter live: one without dimensions, or without elements, stays on the device.
 
@@ -187,7 +198,8 @@ class Placement:
         own = dataclasses.replace(ON_DEVICE, piece_numel=self.piece_numel)
         if not numel:
             return own
-        return dataclasses.replace(own, master=self.master, reduce_dtype=self.reduce_dtype, reduce_grads=self.reduce_grads)
+        alike = {name: getattr(self, name) for name in ("master", "reduce_dtype", "reduce_grads", "reshard_after_backward")}
+        return dataclasses.replace(own, **alike)
 
     def streams_values(self, topology: Topology) -> bool:
         """Say whether parameters and gradients must be loaded to where they are updated."""

@@ -7,7 +7,7 @@ stays keyed by the parameter, so `state_dict()` works at any time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,7 @@ def _begin(
 ) -> RunningStep:
     """Update all chunks but the last; return the step that the caller runs. `by_closure`: a closure computes the gradients."""
     prepare_updates(optimizer)
+    _drop_copies(hollow)
     due = settings_of_step(optimizer, by_closure=by_closure)
     in_memory = [p for p in hollow if p._zinf_unit.backing is None and not any(p in states for states in sources)]
     check_states_to_come(optimizer, in_memory)
@@ -100,6 +101,12 @@ def _begin(
         running.due = due
     record_of(optimizer).step = running  # replaces one that raised
     return running
+
+
+def _drop_copies(parameters: Iterable[ShardedParameter]) -> None:
+    """Have no full copies that stay on the device of parameters that a step changes."""
+    for parameter in parameters:
+        parameter._zinf_unit.context.full_copies.drop(parameter._zinf_unit)
 
 
 def _fill_entered(optimizer: Optimizer, stand_in: Optimizer, closure: Closure, loss: Any) -> Closure:
@@ -150,6 +157,7 @@ def _refreshing(closure: Closure, running: RunningStep) -> Closure:
 
     def call() -> Any:
         nonlocal first, running
+        _drop_copies(parameter for parameter, _ in running.shards)  # this step may have changed them since its last call
         loss = closure()
         optimizer = running.owner()
         if first and optimizer is not None and len(hollow_of(optimizer)) > known:

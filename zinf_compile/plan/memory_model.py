@@ -80,7 +80,7 @@ class MemoryModel:
     leaves: bool
     """Whether a gradient leaves the device."""
     shards: Sides
-    """Shards of parameters, without those that are allocated already."""
+    """Shards of parameters, without those that are allocated already, and full parameters that stay on the device."""
     gradients: Sides
     """One reduced gradient per trained parameter."""
     states: Sides
@@ -198,7 +198,10 @@ def held_memory(
     topology: Topology,
     held: Collection[int] = (),
 ) -> tuple[Sides, Sides, Sides]:
-    """Return the memory of shards, of one gradient per trained parameter, and of states, as `MemoryModel` has them."""
+    """Return the memory of shards, of one gradient per trained parameter, and of states, as `MemoryModel` has them.
+
+    With the shards, full parameters that stay: in the parameter's type, of which a gather's is none that is wider.
+    """
     own = [(slot, placements.of(slot), shard_numel(slot.numel, size)) for slot in slots]
     trained = [row for row in own if row[0].requires_grad]
     states = (
@@ -207,8 +210,13 @@ def held_memory(
         if topology.side(at.optimizer) is not None
         for dtype in adam_states(at, slot.dtype).values()
     )
+    copies = (
+        (Tier.DEVICE, at.full_copy_numel(slot.numel, n, topology, tiled=bool(slot.tiles) or slot.tile is not None), slot.dtype)
+        for slot, at, n in own
+    )
+    shards = ((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held)
     return (
-        resident(((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held), topology),
+        resident(itertools.chain(shards, copies), topology),
         resident(
             ((at.grads, gradient_numel(slot, at, size), at.reduce_dtype_of(slot.dtype)) for slot, at, _ in trained), topology
         ),

@@ -89,6 +89,7 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
             own += [row] * (parameter is not None)
             continue
         parts.append(row)
+        parts.append((Tier.DEVICE, unit.full_copy_numel, unit.dtype))
         with no_torch_function():
             trained = parameter.requires_grad
         if trained:
@@ -97,6 +98,7 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
     promised, known = resident(parts, topology), resident(own, topology)
     ledgers = (context.memory.ledger, context.memory.host_ledger)
     held = [sum(ledger.now()[kind] for kind in ("params", "grads", "states")) for ledger in ledgers]
+    held[0] += context.full_copies.bytes
     missing = Sides(max(0, promised.device + known.device - held[0]), max(0, promised.host + known.host - held[1]))
     return missing.plus(context.memory.reservations.chunks)
 

@@ -1,0 +1,51 @@
+"""Full units that stay: one copy of each, present values only."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from zinf_compile.runtime.memory.full_copies import FullCopies
+
+
+class Unit:
+    """What copies need to know."""
+
+    def __init__(self, serial: int) -> None:
+        self.serial = serial
+        self.aliased = False
+
+
+def test_a_copy_is_found_in_its_type_until_it_is_dropped() -> None:
+    copies, unit, other = FullCopies(), Unit(3), Unit(1)
+    assert not copies
+    full = torch.ones(2, 3, dtype=torch.bfloat16)
+    copies.keep(unit, full)
+    copies.keep(other, torch.ones(4))
+    assert copies.find(unit, torch.bfloat16) is full
+    assert copies.find(unit, torch.float32) is None, "another type is gathered, and not kept"
+    copies.keep(unit, torch.ones(2, 3))
+    assert copies.find(unit, torch.bfloat16) is full
+    assert (copies.serials(), copies.bytes) == ((1, 3), 28)
+    copies.drop(unit)
+    copies.drop(unit)
+    assert not copies.holds(unit)
+    assert copies.serials() == (1,)
+
+
+def test_what_others_may_change_unseen_has_none() -> None:
+    copies, unit = FullCopies(), Unit(0)
+    copies.keep(unit, torch.ones(1))
+    unit.aliased = True
+    assert not copies.holds(unit)
+    copies.keep(unit, torch.ones(1))
+    assert not copies
+
+
+def test_a_copy_goes_with_its_unit() -> None:
+    copies, unit = FullCopies(), Unit(0)
+    copies.keep(unit, torch.ones(1))
+    del unit
+    gc.collect()
+    assert not copies
