@@ -37,6 +37,8 @@ class StepFacts:
     """The seconds of a region where they are known, as from a measurement; None: estimated from its operations and bytes."""
     home: Callable[[ParameterSlot], Tier | None] = lambda slot: None
     """The tier on which a parameter's shard lives, where that is decided."""
+    stays: Callable[[ParameterSlot], bool] = lambda slot: False
+    """Whether a parameter, once gathered, stays on the device until the step changes it."""
     launch_seconds: float = 0.0
     """Of each region beside."""
     only_params: bool = False

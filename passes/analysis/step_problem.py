@@ -156,8 +156,10 @@ def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], f
             gradients[slot_behind(node).name].add(run.first + region)
             if reduced_at_step(node):
                 at_step.add(slot_behind(node).name)
-    size = facts.world_size
+    size, count = facts.world_size, runs[-1].first + runs[-1].regions.count if runs else 0
     for name, slots in members.items():
+        if (used := uses[slots[0].name]) and facts.stays(slots[0]):
+            used.update(range(min(used) if slots[0].requires_grad else 0, count))
         gather = gathers.get(slots[0].name)
         wire = slots[0].format if gather is None else wire_format(gather)
         is_gathered = gather is not None and (size > 1 or wire != slots[0].format)

@@ -25,10 +25,10 @@ from zinf_compile.passes.graph.node_facts import mark_slot, mark_tile, parameter
 _SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*SCHEDULE_OPS, ops.tile, ops.join_tiles)}
 
 
-def slot(index: int, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> ParameterSlot:
+def slot(index: int, name: str, *shape: int, dtype: torch.dtype = torch.float32, trained: bool = True) -> ParameterSlot:
     """Describe a parameter."""
     stride, cpu = torch.empty(shape).stride(), torch.device("cpu")
-    return ParameterSlot(index=index, name=name, shape=shape, stride=stride, dtype=dtype, device=cpu, requires_grad=True)
+    return ParameterSlot(index=index, name=name, shape=shape, stride=stride, dtype=dtype, device=cpu, requires_grad=trained)
 
 
 def unit(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -46,7 +46,7 @@ def graph_of(text: str, **inputs: torch.Tensor) -> fx.GraphModule:
         nodes[name] = graph.placeholder(name)
         nodes[name].meta["val"] = fake.from_tensor(value.detach())
         if isinstance(value, nn.Parameter):
-            mark_slot(nodes[name], slot(index, name, *value.shape, dtype=value.dtype))
+            mark_slot(nodes[name], slot(index, name, *value.shape, dtype=value.dtype, trained=value.requires_grad))
 
     def call(name: str, target: Callable[..., Any], arguments: list[ast.expr], keywords: list[ast.keyword]) -> fx.Node:
         args, kwargs = tuple(map(value_of, arguments)), {str(k.arg): value_of(k.value) for k in keywords}

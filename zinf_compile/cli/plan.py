@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> str:
     for device in options.device_memory or [profile.device_memory_bytes]:
         where = place(profile, world=options.world, device_memory=device, host_memory=host, drives=options.nvme)
         if problem is None:
-            facts = _facts(profile, where, options.world, kept=given.get("activations") == KEEP)
+            facts = _facts(profile, where, options.world, given)
             problem = step_problem(traced.pairs, facts, micro_batches=options.micro_batches, name=options.target)
         found.append(Planned(problem.with_budgets(device=device), options.planner))
     assert problem is not None
@@ -123,7 +123,8 @@ class Planned:
             self.path = critical_path(problem, self.plan)
 
 
-def _facts(profile: Profile, where: Place, world: int, *, kept: bool) -> StepFacts:
+def _facts(profile: Profile, where: Place, world: int, given: Mapping[str, Any]) -> StepFacts:
+    kept, stay = given.get("activations") == KEEP, given.get("reshard_after_backward") is False
     sharers = min(world, profile.devices_per_node)
     return StepFacts(
         memories=where.memories,
@@ -132,6 +133,7 @@ def _facts(profile: Profile, where: Place, world: int, *, kept: bool) -> StepFac
         flops_per_second=lambda dtype: profile.flops(str(dtype).removeprefix("torch.")),
         bytes_per_second=profile.device_bytes_per_second,
         state_types=lambda slot: (torch.float32,) * (2 if slot.dtype == torch.float32 else 3),
+        stays=lambda slot: stay and not slot.tiles and slot.tile is None,
         has_master=lambda slot: slot.dtype != torch.float32,
         host_update_bytes_per_second=profile.host_bytes_per_second / sharers,
         device_update_bytes_per_second=profile.device_bytes_per_second,

@@ -35,7 +35,7 @@ class Unit:
     stored_bytes: int
     """This rank's shard, in the format in which it is stored."""
     uses: tuple[int, ...]
-    """Regions that read the full unit."""
+    """Regions that read the full unit, or run while it stays for those that do."""
     full_bytes: int = 0
     """The gathered unit; 0 where compute reads the shard itself, as on one rank that stores what it computes with."""
     wire_bytes: int = 0

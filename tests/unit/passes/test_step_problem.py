@@ -78,6 +78,23 @@ def test_micro_batches_repeat_regions_and_gradients_but_not_units() -> None:
     assert [(v.made_in, v.used_in) for v in problem.saved] == [(0, (1, 2)), (3, (4, 5))]
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_stays_is_gathered_once_in_a_step(planner: str) -> None:
+    problem = step_problem([graphs()], facts(world_size=2, stays=lambda slot: slot.name == "u"), micro_batches=2)
+    assert [(u.name, u.uses, u.gradients) for u in problem.units] == [("w", (0, 3), ()), ("u", (1, 2, 3, 4, 5), (2, 5))]
+    gathers = PLANNERS[planner](problem.with_budgets(device=1 << 20)).shared.gathers
+    assert [(row.due, row.until) for row in gathers if row.unit == "u"] == [(1, problem.count)]
+
+
+def test_what_stays_and_is_never_changed_is_gathered_once_in_all() -> None:
+    forward = graph_of(FORWARD, x=torch.empty(4, 4), w=unit(4, 8), u=unit(8, 2).requires_grad_(False))
+    graph = align_regions(forward, region_bytes=64).graph
+    problem = step_problem([(graph, None)], facts(world_size=2, stays=lambda slot: True), micro_batches=2)
+    assert [(u.name, u.uses) for u in problem.units] == [("w", (0, 1, 2, 3)), ("u", (0, 1, 2, 3))]
+    plan = PLANNERS["cached_prefetch"](problem.with_budgets(device=1 << 20))
+    assert plan.shared.resident == ("u",)
+
+
 def test_gradients_that_are_reduced_at_the_step() -> None:
     forward, backward = graphs()
     (reduction,) = [node for node in backward.nodes if node.target is ops.reduce_scatter]
