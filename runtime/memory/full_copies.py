@@ -1,18 +1,23 @@
 """Full units that stay on the device until their values change, so that a step gathers each once: `reshard_after_backward=False`.
 
 Note: present values
-    A copy is made by the first gather behind a change, and dropped by the next change: by `Unit.changing`, and at the beginning
-    of a step of an optimizer that has the parameter. A unit whose memory others have, who may change it unseen, has no copy. All
-    ranks have copies of the same units: they compare them before each run of a graph.
+    A copy is made by the first gather behind a change, and dropped by the next change: by `Unit.changing` and
+    `begin_replacing`, and at the beginning of a step of an optimizer that has the parameter. A unit whose shard was handed out,
+    to be changed unseen perhaps, has no copy from then on. Ranks compare which ones they have before each run of a graph, and
+    gather all of its units anew where they differ.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+import zlib
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
+
+from zinf_compile.runtime.system.accelerator import current_stream
 
 
 class Copied(Protocol):
@@ -20,16 +25,37 @@ class Copied(Protocol):
 
     serial: int
 
-    @property
-    def aliased(self) -> bool:
-        """See `Unit.aliased`."""
+
+class _Copy:
+    def __init__(self, full: torch.Tensor) -> None:
+        self.full = full
+        self.stream = current_stream(full.device)
+        """The stream on which it was allocated and gathered; None on the CPU."""
+        self.gathered = None if self.stream is None else self.stream.record_event()
+        self.readers: set[torch.Stream] = set()
+        """Other streams that read it."""
+
+    def read(self) -> torch.Tensor:
+        """Return it for the current stream, which comes after the gather."""
+        stream = current_stream(self.full.device)
+        if stream is not None and stream != self.stream and self.gathered is not None:
+            stream.wait_event(self.gathered)
+            self.readers.add(stream)
+        return self.full
+
+    def end(self) -> None:
+        """Let its memory, which is freed in the order of its own stream, come after its readers."""
+        for reader in self.readers:
+            assert self.stream is not None, "readers are streams, too"
+            self.stream.wait_event(reader.record_event())
 
 
 class FullCopies:
     """The full units of a rank that stay, each in the type of the gather that made it. Any thread may call."""
 
     def __init__(self) -> None:
-        self._copies: weakref.WeakKeyDictionary[Copied, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._copies: weakref.WeakKeyDictionary[Copied, _Copy] = weakref.WeakKeyDictionary()
+        self._handed_out: weakref.WeakSet[Copied] = weakref.WeakSet()
         self._lock = threading.RLock()  # a unit that is dropped may call from inside
 
     def __bool__(self) -> bool:
@@ -38,34 +64,41 @@ class FullCopies:
 
     def holds(self, unit: Copied) -> bool:
         """Say whether a unit's present values are there, in whatever type."""
-        if unit in self._copies and unit.aliased:
-            self.drop(unit)
         return unit in self._copies
 
     def find(self, unit: Copied, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a unit's present values in a type, in the parameter's shape; None where they are not there."""
-        copy = self._copies.get(unit) if self.holds(unit) else None
-        return copy if copy is not None and copy.dtype == dtype else None
+        """Return a unit's present values in a type, in the parameter's shape, for the current stream; None: they aren't there."""
+        copy = self._copies.get(unit)
+        return copy.read() if copy is not None and copy.full.dtype == dtype else None
 
     def keep(self, unit: Copied, full: torch.Tensor) -> None:
-        """Keep a gathered unit, in memory that nothing else uses; the first of several types."""
-        if not unit.aliased:
-            with self._lock:
-                self._copies.setdefault(unit, full)
+        """Keep a unit that the current stream has gathered, in memory that nothing else uses; the first of several types."""
+        if unit in self._handed_out or unit in self._copies:
+            return
+        with self._lock:
+            self._copies[unit] = _Copy(full)
 
     def drop(self, unit: Copied) -> None:
         """Have no copy of a unit, whose values are about to change."""
         if self._copies:
             with self._lock:
-                self._copies.pop(unit, None)
+                copy = self._copies.pop(unit, None)
+            if copy is not None:
+                copy.end()
 
-    def serials(self) -> tuple[int, ...]:
-        """Return the numbers of the units that have a copy."""
+    def hand_out(self, unit: Copied) -> None:
+        """Have no copy of a unit any more: others get its shard, and may change it unseen at any time."""
         with self._lock:
-            return tuple(sorted(unit.serial for unit in self._copies))
+            self._handed_out.add(unit)
+        self.drop(unit)
+
+    def digest(self, units: Iterable[Copied]) -> int:
+        """Return a hash, of 32 bits, of those units that have a copy; 0: none has."""
+        serials = sorted({unit.serial for unit in units if unit in self._copies}) if self._copies else ()
+        return zlib.crc32(",".join(map(str, serials)).encode()) or 1 if serials else 0
 
     @property
     def bytes(self) -> int:
         """The bytes of all of them."""
         with self._lock:
-            return sum(copy.nbytes for copy in self._copies.values())
+            return sum(copy.full.nbytes for copy in self._copies.values())

@@ -22,6 +22,7 @@ class Updatable:
     """The part of a `Unit` that knows this. A change that ends in its middle marks the values incomplete until all are new."""
 
     context: Context
+    serial: int
     parameter: weakref.ref[torch.Tensor]
     updates: Updates[Any] | None
 
@@ -55,6 +56,7 @@ class Updatable:
 
     def begin_replacing(self) -> None:
         """Call before all values are replaced: waits as `settle_update`, and a failed step no longer counts for them."""
+        self.context.full_copies.drop(self)
         if self.updates is not None:
             self.updates.replace(self)
 

@@ -58,3 +58,26 @@ def test_what_is_let_go_of_at_the_step_is_the_devices_again() -> None:
     held = context.full_copies.bytes
     assert held == sum(4 * parameter.numel() for parameter in trained.model.parameters())
     assert zinf_compile.stats(trained.model)["memory"]["device"]["now"]["gathered"] >= held
+
+
+def test_another_stream_may_read_what_stays() -> None:
+    """It comes after the gather; the memory, which is free behind the next step, after it."""
+    trained = train("late", {**PLACES["host"], **STAY}, micro_batches=1, before_step=lambda model: None)
+    optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
+    batch = torch.randn(8, 32).to("late")
+    side = torch.Stream(device="late")
+    side.wait_stream(torch.accelerator.current_stream())
+    with late.delays(0.002, seed=5):
+        losses = []
+        for _ in range(3):
+            loss = trained.called(batch)
+            with side, torch.no_grad():
+                losses.append((loss.detach(), trained.called(batch)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            filled = [torch.full((parameter.numel(),), 7.0, device="late") for parameter in trained.model.parameters()]
+            del filled
+    torch.accelerator.synchronize()
+    assert late.defects() == []
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in losses)

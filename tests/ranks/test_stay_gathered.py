@@ -9,12 +9,15 @@ from marks import more
 from rank_kept_units import LAYERS, WIDTH
 from rank_stay_gathered import (
     STAY,
+    another_model_is_gone,
     changes_between,
     closures,
     frozen_stay,
+    handed_out,
     least_cap,
-    one_rank_has_none,
+    loads,
     sent_and_received,
+    states_within_cap,
     train,
 )
 from ranks import run_ranks
@@ -69,12 +72,24 @@ def test_a_step_lets_go_of_what_it_changes() -> None:
     run_ranks(frozen_stay, 2)
 
 
-def test_ranks_that_hold_others_are_told_apart() -> None:
-    for text in run_ranks(one_rank_has_none, 2):
-        assert "parameters that stay gathered: numbers 0-3" in text
-        assert "parameters that stay gathered: numbers 0-1, 3" in text
+def test_a_shard_that_one_rank_has_handed_out() -> None:
+    run_ranks(handed_out, 2)
+
+
+def test_another_model_that_one_rank_has_let_go_of() -> None:
+    run_ranks(another_model_is_gone, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_loaded_is_gathered_again(ranks: int, tmp_path: Any) -> None:
+    run_ranks(loads, ranks, str(tmp_path))
 
 
 def test_caps_count_what_stays() -> None:
     for released, staying in run_ranks(least_cap, 2):
         assert staying - released == LAYERS * 4 * WIDTH * WIDTH
+
+
+def test_more_states_than_were_planned_are_refused_with_what_stays() -> None:
+    for released, staying in run_ranks(states_within_cap, 2):
+        assert staying > released

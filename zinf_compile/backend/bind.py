@@ -18,7 +18,7 @@ from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program, digest_of
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.optim.first_call_in_step import refuse_running_steps
-from zinf_compile.runtime.comm.steps_done import mixed, ranges_of
+from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
@@ -86,7 +86,11 @@ class Binder:
         short, spoiled = is_any_short(lacks), _why_spoiled(units.values()) if context.spoiled else None
         if context.size > 1:
             value = short + 2 * (spoiled is not None) + 4 * (lacks_space is not None)
-            everyone = self._agree(units, fresh, buffers, value=value)
+            sent = self._agree(units, fresh, buffers, value=value + 8 * context.full_copies.digest(units.values()))
+            everyone = [int(value) % 8 for value in sent]
+            if len({int(value) // 8 for value in sent}) > 1:  # shards were handed out on some ranks only
+                for unit in units.values():
+                    context.full_copies.drop(unit)
             short = any(value % 2 for value in everyone)
             where = [rank for rank, value in enumerate(everyone) if value >= 4]
             if where and lacks_space is None:
@@ -187,9 +191,6 @@ class Binder:
         lines, digest = self._described[key]
         if changed := self._context.eager_changes:
             lines = [*lines, f"changes of parameters outside graphs {changed:08x}, the last {self._context.last_eager_change}"]
-            digest = digest_of([str(digest), lines[-1]])
-        if copies := self._context.full_copies:
-            lines = [*lines, f"parameters that stay gathered: numbers {ranges_of(copies.serials())}"]
             digest = digest_of([str(digest), lines[-1]])
         return self._context.ranks.agree(
             lines,

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from torch.optim import Optimizer
+
+from zinf_compile.ir.chunk_columns import GRADIENT, VALUE
+
+from .chunks import MASTER, Chunk
+from .step_gradient import StepGradient
 
 CALL_NUMEL = 16 << 20
 """Elements that a call updates at most, and about that where they lie ready: what it costs beside arithmetic is little by then.
@@ -26,3 +33,23 @@ def group_calls(due: Sequence[int], numel_of: Callable[[int], int], is_ready: Ca
         calls[-1].append(number)
         room -= numel
     return calls
+
+
+def lies_ready(chunk: Chunk, gradients: Iterable[StepGradient], *, device_apart: bool) -> bool:
+    """Say whether all that a chunk's update reads and changes is in the memory where it is updated.
+
+    `gradients`: those that are due; `device_apart`: they are applied in the memory of a device that has its own.
+    """
+    if any(column.host or column.device for name, column in chunk.columns.items() if name != GRADIENT):
+        return False
+    here = chunk.columns[GRADIENT]
+    return not (here.host or here.device) or (not device_apart and all(gradient.is_on_host for gradient in gradients))
+
+
+def makes_no_copy(chunk: Chunk, optimizer: Optimizer) -> bool:
+    """Say whether an update takes no memory that grows with the elements that are updated together.
+
+    Gradients of another type are converted for it, and implementations with `foreach` compute with whole copies.
+    """
+    updated = chunk.columns.get(MASTER, chunk.columns[VALUE]).dtype
+    return chunk.columns[GRADIENT].dtype == updated and not any(group.get("foreach") for group in optimizer.param_groups)

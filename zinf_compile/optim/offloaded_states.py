@@ -28,7 +28,7 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
 
-from .calls import group_calls
+from .calls import group_calls, lies_ready, makes_no_copy
 from .chunk_budget import buffers_within_budget
 from .chunk_transfers import ChunkTransfers
 from .chunks import Kept, cut, part_of, plan_chunks, range_of
@@ -128,11 +128,7 @@ class OffloadedStates:
                     yield self.transfers.owner(number), parameter._zinf_unit, piece
 
     def load_chunks(self, optimizer: Optimizer) -> Generator[list[tuple[int, ChunkBuffer]]]:
-        """Yield the chunks with gradients, by number; each is loaded in its buffer, the next one in flight.
-
-        Those that one call of the optimizer updates together: several only where nothing has to be loaded. The first one and the
-        last one are alone, since the caller's own step updates one of them.
-        """
+        """Yield the chunks with gradients, by number, call by call; each is loaded in its buffer, the next one in flight."""
         gradients, due = self.gradients, self._order()
         ending = sys.is_finalizing  # a kept error may close this generator when modules are gone
         expecting = self._expect(due)
@@ -140,7 +136,7 @@ class OffloadedStates:
         self._forward = not self._forward
         self._ahead.clear()
         try:
-            calls = group_calls(due, lambda number: self.chunks[number].numel, self._lies_ready)
+            calls = group_calls(due, lambda number: self.chunks[number].numel, lambda number: self._joins(number, optimizer))
             for together, following in itertools.zip_longest(calls, calls[1:]):
                 with self.context.lanes.meter.waiting():
                     brought = [(number, self._prepare(number, optimizer)) for number in together]
@@ -294,14 +290,18 @@ class OffloadedStates:
         order = self.next_order()
         return [n for n in order if any(p in self.gradients for p, _ in self.chunks[n].pieces)]
 
+    def _joins(self, number: int, optimizer: Optimizer) -> bool:
+        """Say whether a chunk may be updated with others."""
+        chunk = self.chunks[number]
+        due = [parameter for parameter, _ in chunk.pieces if parameter in self.gradients]
+        complete = all(len(self.table.present(parameter, optimizer)) == len(self.kept[parameter]) for parameter in due)
+        return complete and self._lies_ready(number) and makes_no_copy(chunk, optimizer)
+
     def _lies_ready(self, number: int) -> bool:
         """Say whether all that a chunk's update reads and changes is in the memory where it is updated."""
-        columns = self.chunks[number].columns
-        if any(column.host or column.device for name, column in columns.items() if name != GRADIENT):
-            return False
-        due = (self.gradients[parameter] for parameter, _ in self.chunks[number].pieces if parameter in self.gradients)
-        here = columns[GRADIENT]
-        return not (here.host or here.device) or (not self._route.device_apart and all(g.is_on_host for g in due))
+        chunk = self.chunks[number]
+        due = (self.gradients[parameter] for parameter, _ in chunk.pieces if parameter in self.gradients)
+        return lies_ready(chunk, due, device_apart=self._route.device_apart)
 
     def _prepare(self, number: int, optimizer: Optimizer) -> ChunkBuffer:
         due = [(place, *row) for place, row in enumerate(self.chunks[number].pieces) if row[0] in self.gradients]

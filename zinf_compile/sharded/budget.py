@@ -37,7 +37,7 @@ from .caps import Caps, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
 from .graph_needs import GraphNeeds
 from .parameter import ShardedParameter, unit_of
-from .promised import bytes_beside, not_held_yet, transient_of_unseen, unseen_parameters
+from .promised import bytes_beside, copies_to_come, not_held_yet, transient_of_unseen, unseen_parameters
 from .short_ranks import least_of_ranks
 from .shortage import Need, advice
 
@@ -119,6 +119,8 @@ class GraphBudget:
         self.others = others / max(1, sum(slot.bytes for slot in slots))
         """Bytes of parameters that other graphs use in a step, or will, for each of this graph's."""
         self._outside = 0 if fresh else self.compute.outside
+        self._returning = copies_to_come(context, self._units.values())
+        """Bytes of full parameters that other graphs have planned for, and that no step has changed at the moment."""
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
         """Transient memory of each graph, and how far ahead it runs."""
 
@@ -285,11 +287,12 @@ class GraphBudget:
         chunk, added = model.chunk.device, model.added_by_steps.device
         second = model.gradients.device if self.compute.is_forward else 0  # it makes none beside earlier ones
         most = max(transient.least.device, self.later.device)
-        here = model.resident.device + chunk + most + self.promised.device
+        others = max(self.promised.device, self._returning)
+        here = model.resident.device + chunk + most + others
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
         several = gathered + reduced > 0
-        stay, reserved = least - chunk - most - self.promised.device, _reserved(self.promised.device)
+        stay, reserved = least - chunk - most - others, _reserved(others)
         computing = transient.compute
         saved = f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
         named = saved + f"{computing.temporaries:,} temporaries of compute, " if computing.peak else ""
@@ -314,8 +317,8 @@ class GraphBudget:
             ),
             at_once=self._checked,
         )
-        others = self.saved_by_others(self.compute.saved)
-        return _Side(cap, max(0, cap - least - added - others), least + added - second)
+        saved_beside = self.saved_by_others(self.compute.saved)
+        return _Side(cap, max(0, cap - least - added - saved_beside), least + added - second)
 
     def _check_host(self, transient: TransientMemory) -> _Side:
         context, model, cap = self.context, self.model, self.caps.host

@@ -22,6 +22,7 @@ from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .allowed_homes import farthest_homes
 from .caps import agree_on_memory, find_caps, held_bytes
+from .promised import copies_to_come
 from .short_ranks import Lack, refusal_text
 from .shortage import advice_for_shards, gradient_bytes, name_cap
 
@@ -100,6 +101,10 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
         claims.remove(made)
 
 
+def _that_stay(staying: int) -> str:
+    return f", {staying:,} are full parameters that will stay" if staying else ""
+
+
 def _blocks(staging: int) -> str:
     return f", and {staging:,} for blocks in flight to a drive" if staging else ""
 
@@ -114,14 +119,16 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     side = Tier.DEVICE if on_device else Tier.HOST
     held = held_bytes(ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.memory)
     passing = claims.passing if on_device else claims.passing_host  # perhaps less by now
-    needed = held + slots + states + passing
+    staying = copies_to_come(context) if on_device else 0
+    needed = held + slots + states + passing + staying
     if needed > cap:
         more = gradient_bytes(context, context.units)[side]
-        works = claims.works(side, held + slots + states, second=more)
+        works = claims.works(side, held + slots + states + staying, second=more)
         second = f", with {more:,} for second gradients while they accumulate" if more else ""
         raise BudgetError(
             f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "
-            f"its chunks, {passing:,} are gathered or reduced at once. {cap:,} are allowed; nothing was updated. "
+            f"its chunks, {passing:,} are gathered or reduced at once{_that_stay(staying)}. {cap:,} are allowed; nothing was "
+            "updated. "
             f"The smallest {name_cap(context, side, works)}{second}"
             + ("; optimizer='nvme' keeps states on a drive" if states else "")
         )

@@ -89,7 +89,7 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
             own += [row] * (parameter is not None)
             continue
         parts.append(row)
-        parts.append((Tier.DEVICE, unit.full_copy_numel, unit.dtype))
+        parts.append((Tier.DEVICE, 0 if context.full_copies.holds(unit) else unit.full_copy_numel, unit.dtype))
         with no_torch_function():
             trained = parameter.requires_grad
         if trained:
@@ -98,9 +98,14 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
     promised, known = resident(parts, topology), resident(own, topology)
     ledgers = (context.memory.ledger, context.memory.host_ledger)
     held = [sum(ledger.now()[kind] for kind in ("params", "grads", "states")) for ledger in ledgers]
-    held[0] += context.full_copies.bytes
     missing = Sides(max(0, promised.device + known.device - held[0]), max(0, promised.host + known.host - held[1]))
     return missing.plus(context.memory.reservations.chunks)
+
+
+def copies_to_come(context: Context, but: Collection[Unit] = ()) -> int:
+    """Return the bytes of full parameters that will stay on the device and aren't there now, without those of some units."""
+    missing = [unit for unit in list(context.units) if unit not in but and not context.full_copies.holds(unit)]
+    return sum(unit.format.bytes(unit.full_copy_numel) for unit in missing)
 
 
 def states_of(unit: Unit) -> tuple[torch.dtype, ...]:

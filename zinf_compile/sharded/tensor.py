@@ -75,9 +75,16 @@ class ShardedTensor(torch.Tensor):
 
     def local(self) -> torch.Tensor:
         """Return this rank's shard on the device, flat, with its padding; a copy if it is kept elsewhere."""
+        if self._shard_values.resident is not None:
+            self._shard_values.changing()  # by whom it is handed out to, perhaps
+            if self.is_parameter:
+                self._unit.context.full_copies.hand_out(self._unit)
+        return self._read()
+
+    def _read(self) -> torch.Tensor:
+        """Return the same, only to be read."""
         resident = self._shard_values.resident
         if resident is not None:
-            self._shard_values.changing()  # by whom it is handed out to, perhaps
             return resident
         context = self._unit.context
         shard = context.memory.staged_buffer(self._unit.shard_numel, self.dtype)
@@ -91,7 +98,7 @@ class ShardedTensor(torch.Tensor):
         context, dense = self._unit.context, DenseLayout(self.shape, self.stride(), self.dtype, self.device)
         self._unit.ranks.agree(self.describe("full_tensor"), what="gathering a tensor")
         with torch.no_grad():
-            shard = self.local()
+            shard = self._read()
             if self._unit.shard_group.size == 1:
                 return dense.logical(shard.clone())
             full = context.full_buffer(self._unit.numel, self.dtype, self.device)

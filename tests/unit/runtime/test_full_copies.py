@@ -14,7 +14,6 @@ class Unit:
 
     def __init__(self, serial: int) -> None:
         self.serial = serial
-        self.aliased = False
 
 
 def test_a_copy_is_found_in_its_type_until_it_is_dropped() -> None:
@@ -27,20 +26,32 @@ def test_a_copy_is_found_in_its_type_until_it_is_dropped() -> None:
     assert copies.find(unit, torch.float32) is None, "another type is gathered, and not kept"
     copies.keep(unit, torch.ones(2, 3))
     assert copies.find(unit, torch.bfloat16) is full
-    assert (copies.serials(), copies.bytes) == ((1, 3), 28)
+    assert copies.bytes == 28
     copies.drop(unit)
     copies.drop(unit)
     assert not copies.holds(unit)
-    assert copies.serials() == (1,)
+    assert copies.holds(other)
 
 
 def test_what_others_may_change_unseen_has_none() -> None:
     copies, unit = FullCopies(), Unit(0)
     copies.keep(unit, torch.ones(1))
-    unit.aliased = True
+    copies.hand_out(unit)
     assert not copies.holds(unit)
     copies.keep(unit, torch.ones(1))
     assert not copies
+
+
+def test_a_digest_tells_which_of_some_units_have_one() -> None:
+    copies, units = FullCopies(), [Unit(number) for number in range(4)]
+    assert copies.digest(units) == 0
+    for unit in units[1:]:
+        copies.keep(unit, torch.ones(1))
+    assert copies.digest(units[:1]) == 0
+    assert copies.digest(units[:2]) == copies.digest([units[1], units[0], units[1]]) != 0, "as ranks bind them, in any order"
+    found = {copies.digest(units[:count]) for count in range(1, 5)}
+    assert len(found) == 4
+    assert max(found) < 1 << 32
 
 
 def test_a_copy_goes_with_its_unit() -> None:
