@@ -19,7 +19,7 @@ states = SimpleNamespace(
     _prepare=lambda number, optimizer: SimpleNamespace(drain=lambda: None, held=False),
     _expect=lambda due: contextlib.ExitStack(),
     _offer=lambda number, buffer: None,
-    _lies_ready=lambda number: False,
+    _lies_ready=lambda number: False, _joins=lambda number, optimizer: False,
 )
 chunks = OffloadedStates.load_chunks(states, None)
 print(next(chunks)[0][0])
