@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_compile.optim.calls import CALL_NUMEL, group_calls
+from zinf_compile.ir.chunk_columns import GRADIENT, VALUE, Column
+from zinf_compile.optim.calls import CALL_NUMEL, group_calls, makes_no_copy
+from zinf_compile.optim.chunks import MASTER, Chunk
 
 QUARTER = CALL_NUMEL // 4
 
@@ -30,3 +35,26 @@ def test_calls_take_all_chunks_in_order_and_no_more_than_fit(chunks: list[tuple[
 def test_what_has_to_be_loaded_is_alone() -> None:
     assert group_calls([0, 1, 2, 3], lambda number: 1, lambda number: False) == [[0], [1], [2], [3]]
     assert group_calls([3, 2, 1, 0], lambda number: 1, lambda number: True) == [[3], [2, 1], [0]]
+
+
+def chunk(dtypes: Mapping[str, torch.dtype]) -> Chunk:
+    """Return a chunk whose columns have these types, all where they are updated."""
+    columns = {name: Column(dtype, host=False, device=False) for name, dtype in dtypes.items()}
+    return Chunk("chunk", 1, (), {}, columns)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "settings", "joins"),
+    [
+        ({VALUE: torch.float32, GRADIENT: torch.float32}, {"fused": True}, True),
+        ({VALUE: torch.float32, GRADIENT: torch.float32}, {"foreach": True}, False),
+        ({VALUE: torch.float32, GRADIENT: torch.bfloat16}, {}, False),
+        ({VALUE: torch.bfloat16, MASTER: torch.float32, GRADIENT: torch.float32}, {}, True),
+        ({VALUE: torch.bfloat16, MASTER: torch.float32, GRADIENT: torch.bfloat16}, {}, False),
+    ],
+)
+def test_an_update_that_makes_memory_as_large_as_it_is_has_one_chunk(
+    dtypes: dict[str, torch.dtype], settings: dict[str, bool], joins: bool
+) -> None:
+    optimizer = torch.optim.AdamW([torch.zeros(1)], **settings)
+    assert makes_no_copy(chunk(dtypes), optimizer) is joins
