@@ -41,9 +41,8 @@ class ChunkStep:
         self._kept = chunk.states
         self.parts: list[tuple[ShardedParameter, torch.Tensor]] = []
         """Each parameter, with the part of its shard that this chunk updates."""
-        self._pieces: list[tuple[Piece, torch.Tensor, Mapping[str, torch.Tensor]]] = []
-        """For each part: its piece, the parameter's own values, which are the part itself unless there is a master copy, and
-        its columns as they were brought."""
+        self._pieces: list[tuple[Piece, torch.Tensor]] = []
+        """For each part: its piece, and the parameter's own values; the part itself unless there is a master copy."""
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
         """The optimizer's state for the parts."""
         self.scalar_states: dict[ShardedParameter, dict[str, Any]] = {}
@@ -63,7 +62,7 @@ class ChunkStep:
             part = self._master(value, states, known=MASTER in present) if MASTER in chunk.states else value
             part.grad = gradient.to(part.dtype)
             self.parts.append((parameter, part))
-            self._pieces.append((piece, value, columns))
+            self._pieces.append((piece, value))
             other = owner.table.other_states(parameter, optimizer, but=present)
             if other is not None:
                 small = {k: _copied(v, part) if isinstance(v, torch.Tensor) else v for k, v in other.items()}
@@ -74,7 +73,8 @@ class ChunkStep:
         staging = self._owner.transfers.staging(self._number, self._buffer)
         parts, self.parts = self.parts, []  # parts may own memory: free it before the next chunk allocates as much
         self.state.clear()
-        for (parameter, part), (piece, value, columns) in zip(parts, self._pieces, strict=True):
+        brought = self._buffer.brought.values()
+        for (parameter, part), (piece, value), columns in zip(parts, self._pieces, brought, strict=True):
             part.grad = None
             scalars, large = self.scalar_states.setdefault(parameter, {}), set[str]()
             states = stepped.pop(part, {})
@@ -95,7 +95,6 @@ class ChunkStep:
                     self._finish_state(parameter, piece, name, state, staging)
             self._large[parameter] = large
             self._owner.applied(parameter)
-        self._pieces = [(piece, value, {}) for piece, value, _ in self._pieces]  # gradients are their readers' alone
         self._owner.write(self._number, self._buffer)
 
     def timed(self, last: ChunkStep) -> contextlib.AbstractContextManager[object]:
@@ -111,14 +110,14 @@ class ChunkStep:
     def hand_to(self, save: ShardsSave) -> None:
         """Let a save that waits for them have the values and states after `finish`, before they are reported."""
         with self._owner.context.lanes.meter.waiting():
-            for parameter, (piece, value, _) in zip(self.scalar_states, self._pieces, strict=True):
+            for parameter, (piece, value) in zip(self.scalar_states, self._pieces, strict=True):
                 save.updated(parameter._zinf_unit, piece.start, piece.end, {VALUE: value}, piece.start)
             if self._states:
                 save.updated(self.owner, 0, self._owner.chunks[self._number].numel, self._states)
 
     def report(self, updates: Updates[Unit]) -> None:
         """Note what is updated, before the next chunk is requested."""
-        for parameter, (piece, value, _), arriving in zip(self.scalar_states, self._pieces, self._arriving, strict=True):
+        for parameter, (piece, value), arriving in zip(self.scalar_states, self._pieces, self._arriving, strict=True):
             updates.updated(parameter._zinf_unit, piece.start, piece.end, value, arriving)
         self._arriving = []
 

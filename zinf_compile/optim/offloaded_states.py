@@ -123,9 +123,8 @@ class OffloadedStates:
     def pieces_due(self) -> Iterator[tuple[Hashable, Unit, Piece]]:
         """Yield the units and pieces that the current step will update, with what a save knows their chunk's states by."""
         for number in self._order():
-            for parameter, piece in self.chunks[number].pieces:
-                if parameter in self.gradients:
-                    yield self.transfers.owner(number), parameter._zinf_unit, piece
+            for _, parameter, piece in self._due_of(number):
+                yield self.transfers.owner(number), parameter._zinf_unit, piece
 
     def load_chunks(self, optimizer: Optimizer) -> Generator[list[tuple[int, ChunkBuffer]]]:
         """Yield the chunks with gradients, by number, call by call; each is loaded in its buffer, the next one in flight."""
@@ -136,11 +135,13 @@ class OffloadedStates:
         self._forward = not self._forward
         self._ahead.clear()
         try:
-            calls = group_calls(due, lambda number: self.chunks[number].numel, lambda number: self._joins(number, optimizer))
+            ready = set(filter(self._lies_ready, due))
+            joins = {number for number in ready if self._joins(number, optimizer)}
+            calls = group_calls(due, lambda number: self.chunks[number].numel, joins.__contains__)
             for together, following in itertools.zip_longest(calls, calls[1:]):
                 with self.context.lanes.meter.waiting():
-                    brought = [(number, self._prepare(number, optimizer)) for number in together]
-                    if following is not None and len(self.transfers.buffers) > 1 and not self._lies_ready(following[0]):
+                    brought = [(n, self._in_place(n, optimizer) if n in ready else self._prepare(n, optimizer)) for n in together]
+                    if following is not None and len(self.transfers.buffers) > 1 and following[0] not in ready:
                         self._prepare(following[0], optimizer)
                     for number, buffer in brought:
                         buffer.reuse() if self._route.device_apart else buffer.drain()  # a device waits by itself
@@ -291,31 +292,31 @@ class OffloadedStates:
         return [n for n in order if any(p in self.gradients for p, _ in self.chunks[n].pieces)]
 
     def _joins(self, number: int, optimizer: Optimizer) -> bool:
-        """Say whether a chunk may be updated with others."""
-        chunk = self.chunks[number]
-        due = [parameter for parameter, _ in chunk.pieces if parameter in self.gradients]
-        complete = all(len(self.table.present(parameter, optimizer)) == len(self.kept[parameter]) for parameter in due)
-        return complete and self._lies_ready(number) and makes_no_copy(chunk, optimizer)
+        """Say whether a chunk that lies ready may be updated with others."""
+        complete = all(len(self.table.present(p, optimizer)) == len(self.kept[p]) for _, p, _ in self._due_of(number))
+        return complete and makes_no_copy(self.chunks[number], optimizer)
 
     def _lies_ready(self, number: int) -> bool:
         """Say whether all that a chunk's update reads and changes is in the memory where it is updated."""
-        chunk = self.chunks[number]
-        due = (self.gradients[parameter] for parameter, _ in chunk.pieces if parameter in self.gradients)
-        return lies_ready(chunk, due, device_apart=self._route.device_apart)
+        due = (self.gradients[parameter] for _, parameter, _ in self._due_of(number))
+        return lies_ready(self.chunks[number], due, device_apart=self._route.device_apart)
+
+    def _due_of(self, number: int) -> list[tuple[int, ShardedParameter, Piece]]:
+        """Return a chunk's pieces that have gradients, each behind its number in the chunk."""
+        return [(place, *row) for place, row in enumerate(self.chunks[number].pieces) if row[0] in self.gradients]
+
+    def _in_place(self, number: int, optimizer: Optimizer) -> ChunkBuffer:
+        buffer = ChunkBuffer.in_place()
+        buffer.brought = {place: self._columns_in_place(p, piece, optimizer) for place, p, piece in self._due_of(number)}
+        return buffer
 
     def _prepare(self, number: int, optimizer: Optimizer) -> ChunkBuffer:
-        due = [(place, *row) for place, row in enumerate(self.chunks[number].pieces) if row[0] in self.gradients]
-        if self._lies_ready(number):
-            buffer = ChunkBuffer.in_place()
-            for place, parameter, piece in due:
-                buffer.brought[place] = self._columns_in_place(parameter, piece, optimizer)
-            return buffer
         buffer = self.transfers.buffer_for(number)
         if not buffer.filled:
             buffer.filled = True
             buffer.brought = {}
             staging = self.transfers.staging(number, buffer)
-            for place, parameter, piece in due:
+            for place, parameter, piece in self._due_of(number):
                 names = [VALUE, GRADIENT]
                 if not self.table.by_entry:
                     present = self.table.present(parameter, optimizer)
