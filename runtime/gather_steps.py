@@ -22,7 +22,7 @@ Members = Sequence[tuple[int, int]]
 
 
 def perform_gather(step: Gather, run: Run) -> None:
-    members = _without_copies(step, run) if run.context.full_copies else step.members
+    members = _take_copies(step, run) if run.context.full_copies else step.members
     if not members:
         return
     if run.context.size == 1:
@@ -62,7 +62,7 @@ def perform_gather(step: Gather, run: Run) -> None:
         registers[out] = GatherHandle(full, pending, what, stays=stays)
 
 
-def _without_copies(step: Gather, run: Run) -> Members:
+def _take_copies(step: Gather, run: Run) -> Members:
     """Take the copies that stay on the device; return the members that have none."""
     left = []
     for source, out in step.members:

@@ -57,9 +57,7 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
         earlier = swap_in(unit, unit.backing.tier, Tier.HOST, None)
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
-    context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
     device = _device_buffer(unit)
-    context.memory.ledger.track("gathered", device)
     after = earlier.pending if earlier is not None else None
     stream = current_stream(unit.device)  # in whose order the buffer was made
 
@@ -73,9 +71,12 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
 
 
 def _device_buffer(unit: Unit | Tile) -> torch.Tensor:
-    """Return memory of the device for a shard: of the arena, but for one that may stay as the full copy of its unit."""
-    stays = isinstance(unit, Unit) and unit.full_copy_numel == unit.shard_numel
-    return unit.context.link.device_buffer(unit.shard_numel, unit.dtype, lasting=stays)
+    """Return memory of the device for a shard, counted: of the arena, but for one that may stay as the full copy of its unit."""
+    memory, stays = unit.context.memory, isinstance(unit, Unit) and unit.full_copy_numel == unit.shard_numel
+    memory.make_room(memory.ledger, unit.format.bytes(unit.shard_numel))
+    device = unit.context.link.device_buffer(unit.shard_numel, unit.dtype, lasting=stays)
+    memory.ledger.track("gathered", device)
+    return device
 
 
 def bring(unit: Unit | Tile) -> SwapHandle:
@@ -97,11 +98,8 @@ def swap_in_together(units: Sequence[Unit | Tile], updates: Updates[Any] | None)
     for unit in units:
         source = unit.resident
         assert source is not None, "it is in host memory"
-        context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
-        device = _device_buffer(unit)
-        context.memory.ledger.track("gathered", device)
         sources.append(source)
-        handles.append(SwapHandle(unit, device))
+        handles.append(SwapHandle(unit, _device_buffer(unit)))
     stream = current_stream(units[0].device)  # in whose order the buffers were made
 
     def copy() -> Pending:
