@@ -67,6 +67,7 @@ class Updatable:
 
     def restored(self) -> None:
         """Mark the values complete: they were replaced."""
+        self.context.full_copies.drop(self)
         self.context.spoiled.pop(self, None)
 
     def check_whole(self) -> None:

@@ -66,7 +66,6 @@ class _Model:
         """End a load: all values were replaced."""
         found = partitioned_parameters(self._model).values()
         for parameter in found:
-            parameter._zinf_unit.context.full_copies.drop(parameter._zinf_unit)  # of padding alone nothing was written
             parameter._zinf_unit.restored()
             torch.autograd.graph.increment_version(parameter)
             parameter._zinf_unit.context.eager_changes = 0

@@ -89,7 +89,7 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
             own += [row] * (parameter is not None)
             continue
         parts.append(row)
-        parts.append((Tier.DEVICE, 0 if context.full_copies.holds(unit) else unit.full_copy_numel, unit.dtype))
+        parts.append((Tier.DEVICE, _copy_to_come(unit), unit.dtype))
         with no_torch_function():
             trained = parameter.requires_grad
         if trained:
@@ -104,8 +104,12 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
 
 def copies_to_come(context: Context, but: Collection[Unit] = ()) -> int:
     """Return the bytes of full parameters that will stay on the device and aren't there now, without those of some units."""
-    missing = [unit for unit in list(context.units) if unit not in but and not context.full_copies.holds(unit)]
-    return sum(unit.format.bytes(unit.full_copy_numel) for unit in missing)
+    return sum(unit.format.bytes(_copy_to_come(unit)) for unit in list(context.units) if unit not in but)
+
+
+def _copy_to_come(unit: Unit) -> int:
+    """Return the elements of the full copy that will stay of a unit, and isn't there now."""
+    return 0 if unit.context.full_copies.holds(unit) else unit.full_copy_numel
 
 
 def states_of(unit: Unit) -> tuple[torch.dtype, ...]:
