@@ -52,17 +52,6 @@ def mixed(digest: int, steps: int) -> int:
     return (digest + 3 * steps) & BITS
 
 
-def ranges_of(numbers: Iterable[int]) -> str:
-    """Return numbers as ranges: 0-3, 7."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
-
-
 def differ_in_steps(line: str, other: str) -> bool:
     """Say whether two lines, the first that differ between ranks, are about steps."""
     return line.startswith(STEPS) or other.startswith(STEPS)

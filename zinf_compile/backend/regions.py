@@ -149,10 +149,11 @@ class InductorRegions:
             on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
             first = int(os.environ.get("LOCAL_RANK", rank)) % on_node * len(waiting) // on_node
             waiting = waiting[first:] + waiting[:first]
-            if "cpu" in _devices(waiting):
+            devices = _devices(waiting)
+            if "cpu" in devices:
                 concurrent.futures.wait(_probe_vector_isa())
             with _timed():
-                for number in _in_order_of_readiness(waiting, processes=inductor_processes() // on_node):
+                for number in _in_order_of_readiness(waiting, devices, processes=inductor_processes() // on_node):
                     waiting[number].resolve(self._compile(waiting[number]))
         self._waiting.clear()
 
@@ -223,10 +224,10 @@ def _is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _in_order_of_readiness(waiting: Sequence[SharedRegion], *, processes: int) -> Iterator[int]:
+def _in_order_of_readiness(waiting: Sequence[SharedRegion], devices: set[str], *, processes: int) -> Iterator[int]:
     """Yield the regions' numbers as forked workers put their compiled code into the cache."""
     autotunes = waiting[0].mode != "default"  # autotuning measures time, so nothing else may run
-    if processes < 2 or len(waiting) < 2 or _devices(waiting) != {"cpu"} or autotunes or not caches_compiled_regions():
+    if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or autotunes or not caches_compiled_regions():
         return iter(range(len(waiting)))
     return run_forked([functools.partial(shared.compile, alone=True) for shared in waiting], processes=processes)
 

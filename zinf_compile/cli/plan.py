@@ -133,7 +133,7 @@ def _facts(profile: Profile, where: Place, world: int, given: Mapping[str, Any])
         flops_per_second=lambda dtype: profile.flops(str(dtype).removeprefix("torch.")),
         bytes_per_second=profile.device_bytes_per_second,
         state_types=lambda slot: (torch.float32,) * (2 if slot.dtype == torch.float32 else 3),
-        stays=lambda slot: stay and not slot.tiles and slot.tile is None,
+        stays=lambda slot: stay and not slot.in_tiles,
         has_master=lambda slot: slot.dtype != torch.float32,
         host_update_bytes_per_second=profile.host_bytes_per_second / sharers,
         device_update_bytes_per_second=profile.device_bytes_per_second,

@@ -41,6 +41,11 @@ class ParameterSlot:
     tile: int | None = None
     """The number of the tile, where the slot is one of a parameter's tiles."""
 
+    @property
+    def in_tiles(self) -> bool:
+        """Whether it is cut into tiles, or one of them."""
+        return bool(self.tiles) or self.tile is not None
+
     @classmethod
     def of(cls, parameter: torch.Tensor, name: str, *, index: int = 0, device: torch.device | None = None) -> ParameterSlot:
         """Describe a parameter as a graph's input on its device, or on another that it is meant for.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zinf_compile.runtime.comm.steps_done import StepDone, ranges_of
+from zinf_compile.runtime.comm.steps_done import StepDone
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.steps_taken import note_step
 from zinf_compile.runtime.units.unit import Unit
@@ -40,7 +40,7 @@ def settings_of_step(optimizer: Optimizer, *, by_closure: bool) -> Due:
                 members[p._zinf_unit.context].append(p._zinf_unit)
         described = ", ".join(f"{name}={_text(group[name])}" for name in optimizer.defaults if name in _kept(group))
         for context, units in members.items():
-            lines[context].append(f"{described} for {len(units)} parameters: numbers {ranges_of([u.serial for u in units])}")
+            lines[context].append(f"{described} for {len(units)} parameters: numbers {_ranges([u.serial for u in units])}")
             due[context] += units
     return {context: (tuple(lines[context]), units) for context, units in due.items()}
 
@@ -72,3 +72,14 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_text, value))})"
     return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return numbers as ranges: 0-3, 7."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -210,10 +210,7 @@ def held_memory(
         if topology.side(at.optimizer) is not None
         for dtype in adam_states(at, slot.dtype).values()
     )
-    copies = (
-        (Tier.DEVICE, at.full_copy_numel(slot.numel, n, topology, tiled=bool(slot.tiles) or slot.tile is not None), slot.dtype)
-        for slot, at, n in own
-    )
+    copies = ((Tier.DEVICE, at.full_copy_numel(slot.numel, n, topology, tiled=slot.in_tiles), slot.dtype) for slot, at, n in own)
     shards = ((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held)
     return (
         resident(itertools.chain(shards, copies), topology),
@@ -240,8 +237,7 @@ def shard_numel(numel: int, size: int) -> int:
 
 def gradient_numel(slot: ParameterSlot, placement: Placement, size: int) -> int:
     """Return the elements of a parameter's gradient that a rank holds, see `Placement.gradient_numel`."""
-    tiled = bool(slot.tiles) or slot.tile is not None
-    return placement.gradient_numel(slot.numel, shard_numel(slot.numel, size), tiled=tiled)
+    return placement.gradient_numel(slot.numel, shard_numel(slot.numel, size), tiled=slot.in_tiles)
 
 
 def adam_states(placement: Placement, dtype: torch.dtype) -> dict[str, torch.dtype]:
