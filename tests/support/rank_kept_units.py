@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -90,11 +91,11 @@ class Run:
         return int(zinf_compile.stats(self.model)["links"]["from ranks"]["bytes_last_step"])
 
 
-def train_at_each_word(rank: int, size: int, options: dict[str, Any], half: bool) -> list[int]:
-    """Train with nothing kept and with everything kept: the same bits. Returns what each step received."""
+def train_alike(rank: int, ways: Sequence[dict[str, Any]], model: type[nn.Module], *, half: bool) -> list[int]:
+    """Train with the options of two ways: the same bits. Returns what the last step of each received."""
     found, received = [], []
-    for word in (True, False):
-        run = Run(rank, {**options, "reshard_after_forward": word})
+    for options in ways:
+        run = Run(rank, options, model)
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             for each in ({}, {"in_flight": True}, {"between": True}, {}):
                 run.step(**each)
@@ -104,6 +105,18 @@ def train_at_each_word(rank: int, size: int, options: dict[str, Any], half: bool
     assert losses == kept_losses
     assert same_state(state, kept_state)
     return received
+
+
+def train_at_each_word(rank: int, size: int, options: dict[str, Any], half: bool) -> list[int]:
+    """Train with nothing kept and with everything kept: the same bits. Returns what each step received."""
+    return train_alike(rank, [{**options, "reshard_after_forward": word} for word in (True, False)], Tied, half=half)
+
+
+def least_cap_of(rank: int, options: dict[str, Any], model: type[nn.Module] = Tied) -> int:
+    """Return the least `device_memory` that a refusal of the smallest names."""
+    with pytest.raises(BudgetError) as refused:
+        Run(rank, {**options, "device_memory": 1}, model).step()
+    return named_cap(refused.value)
 
 
 def bytes_of_plain_steps(rank: int, size: int) -> list[int]:
@@ -136,9 +149,7 @@ def keep_what_fits(rank: int, size: int, ranks_alike: bool) -> list[int]:
     rows = 3 if ranks_alike or rank < size - 1 else 1
     expected: list[Any] = []
     received = []
-    with pytest.raises(BudgetError) as refused:
-        Run(rank, {"device_memory": 1, "tile": "1MiB"}).step()
-    least = named_cap(refused.value)
+    least = least_cap_of(rank, {"tile": "1MiB"})
     for more in (0, 20_000, 40_000, 60_000, 200_000):
         run = Run(rank, {"device_memory": least + more, "tile": "1MiB"})
         for _ in range(2):

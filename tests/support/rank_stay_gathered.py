@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from named_cap import named_cap
 from rank_gradients_at_step import Broken
-from rank_kept_units import WIDTH, Plain, Run, Tied, same_state
+from rank_kept_units import WIDTH, Plain, Run, Tied, least_cap_of, train_alike
 from torch import nn
 from training import BACKEND
 
@@ -22,19 +21,8 @@ MODELS = {"plain": Plain, "tied": Tied, "broken": Broken}
 
 
 def train(rank: int, size: int, options: dict[str, Any], model: str, half: bool) -> list[int]:
-    """Train where parameters are let go of and where they stay: the same bits. Returns what the last step received."""
-    found, received = [], []
-    for more in ({}, STAY):
-        run = Run(rank, {**options, **more}, MODELS[model])
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            for each in ({}, {"in_flight": True}, {"between": True}, {}):
-                run.step(**each)
-        found.append((run.losses, zinf_compile.full_state_dict(run.model)))
-        received.append(run.received)
-    (losses, state), (staying_losses, staying_state) = found
-    assert losses == staying_losses
-    assert same_state(state, staying_state)
-    return received
+    """Train where parameters are let go of and where they stay: the same bits. Returns what the last step of each received."""
+    return train_alike(rank, [options, {**options, **STAY}], MODELS[model], half=half)
 
 
 def sent_and_received(rank: int, size: int, options: dict[str, Any], backwards: int) -> tuple[int, int, int]:
@@ -209,9 +197,7 @@ def states_within_cap(rank: int, size: int) -> tuple[int, int]:
     least = []
     for more in ({}, STAY):
         options = {"tile": "1MiB", **more}
-        with pytest.raises(BudgetError) as refused:
-            Run(rank, {**options, "device_memory": 1}, Deep).step()
-        caps = [named_cap(refused.value)]
+        caps = [least_cap_of(rank, options, Deep)]
         for number in range(1, 5):
             run = Run(rank, {**options, "device_memory": caps[-1]}, Deep)
             run.optimizer = Many(run.model.parameters())
@@ -245,9 +231,7 @@ def least_cap(rank: int, size: int) -> tuple[int, int]:
     least = []
     for more in ({}, STAY):
         options = {"tile": "1MiB", **more}
-        with pytest.raises(BudgetError) as refused:
-            Run(rank, {**options, "device_memory": 1}, Plain).step()
-        least.append(named_cap(refused.value))
+        least.append(least_cap_of(rank, options, Plain))
         run = Run(rank, {**options, "device_memory": least[-1]}, Plain)
         for _ in range(3):
             run.step()
