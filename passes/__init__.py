@@ -23,6 +23,7 @@ from zinf_compile.passes.activations.offload_saved_values import offload_saved_v
 from zinf_compile.passes.activations.remake_saved_values import remake_saved_values
 from zinf_compile.passes.analysis.planned_graph import Planner
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, leaving, returning, tile_of
+from zinf_compile.passes.joint.align_products import align_products
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
@@ -76,12 +77,13 @@ def inference_passes(
     rules: Mapping[Any, Callable[..., Any]] | None = None,
     token_tile: int | None = None,
     small: bool = True,
+    align: bool = True,
 ) -> tuple[Pass, ...]:
     """Rewrites of a graph that has no backward, before its schedule is written.
 
     `chunk` and `worth` select the losses that are computed in chunks, each of `chunk_bytes`. `rows` selects the parameters of
     which rows are gathered by index. `rules` decompose the operators that were kept for `chunk_loss`.
-    `token_tile` and `small` are those of `tile_tokens`.
+    `token_tile` and `small` are those of `tile_tokens`. `align`: whether products are aligned.
     """
     return (
         partial(chunk_loss, enabled=chunk, chunk_bytes=chunk_bytes, worth=worth),
@@ -90,6 +92,7 @@ def inference_passes(
         partial(tile_tokens, tile_bytes=token_tile, small=small),
         tile_matmuls,
         tile_pointwise,
+        *((align_products,) if align else ()),
     )
 
 
@@ -102,13 +105,22 @@ def joint_passes(
     rules: Mapping[Any, Callable[..., Any]] | None = None,
     token_tile: int | None = None,
     small: bool = True,
+    align: bool = True,
 ) -> tuple[Pass, ...]:
     """Rewrites of the joint graph, before it is partitioned into forward and backward. Options as in `inference_passes`."""
     return (
         *inference_passes(
-            chunk=chunk, chunk_bytes=chunk_bytes, worth=worth, rows=rows, rules=rules, token_tile=token_tile, small=small
+            chunk=chunk,
+            chunk_bytes=chunk_bytes,
+            worth=worth,
+            rows=rows,
+            rules=rules,
+            token_tile=token_tile,
+            small=small,
+            align=False,
         ),
         recompute_unit_views,
+        *((align_products,) if align else ()),
         insert_reduce_scatters,
     )
 

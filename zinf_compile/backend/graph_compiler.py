@@ -262,7 +262,6 @@ class GraphCompiler:
         run_passes(graph, inference_passes(**self._loss_settings()))
 
     def joint_passes(self) -> tuple[Pass, ...]:
-        """Return the rewrites of the joint graph."""
         return joint_passes(**self._loss_settings())
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -326,6 +325,7 @@ class GraphCompiler:
             "rules": self._rules,
             "token_tile": self.shape.token_tile,
             "small": choices is not None and choices.several,
+            "align": self.config.compute == "inductor",
         }
 
     def _decide(self, graph: fx.GraphModule) -> None:

@@ -1,0 +1,219 @@
+"""Pad products of 16-bit matrices on a GPU whose rows don't begin at multiples of 16 bytes, which take three times as long."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.alias import MOVES, derived_from
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
+from zinf_compile.passes.graph.node_facts import fake_value, parameters, recompute
+
+aten = torch.ops.aten
+
+ROW_BYTES = 16
+"""What the fast kernels of cuBLAS want the distance between two rows to be a multiple of."""
+
+WORTH = 128
+"""Multiplications for each element of the three matrices from which on padding is worth the copies that it may need."""
+
+_FACTORS: dict[Any, int] = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+"""Products, with the position of their first factor."""
+
+
+def align_products(gm: fx.GraphModule, *, devices: Collection[str] = ("cuda",), worth: int = WORTH) -> fx.GraphModule:
+    """Pad the matrices of products whose rows are not aligned with zeros, and take the part of the result that was asked for.
+
+        before:  t = t(w);  y = mm(x, t);  a = relu(y)
+        after:   pad = constant_pad_nd(w, [0, 0, 0, 5]);  pad_t = transpose(pad, -2, -1);  product = mm(x, pad_t)
+                 y = slice(product, 1, 0, 11);  a = relu(y)
+
+    Runs on a joint graph before partitioning, once views of parameters are marked, or on an inference graph. Inductor writes the
+    zeros with the operator that makes the matrix, where it compiles both. A product stays as it is where the graph returns its
+    result, which has other strides then; where its sizes are only known at run time; and with a tile of a parameter.
+
+    Note: the vocabulary of GPT-2
+        50,257 is odd. For 8,192 tokens of width 1,024 in bf16 the products with the last layer's weight took 8.7 ms and its
+        gradient's 6.7 ms on an H100, of 69 ms of all kernels of a step; Inductor, which pads them too, had 3 ms for both.
+    """
+    tiles = [node for node in gm.graph.nodes if node.target is ops.tile]
+    apart = {*tiles, *derived_from(tiles)}
+    units = [node for node, _ in parameters(gm.graph)]
+    of_units = {*units, *derived_from(units)}
+    padded = _Padded(of_units)
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target not in _FACTORS or apart & set(node.all_input_nodes):
+            continue
+        sizes = _Sizes.of(node, devices)
+        if sizes is not None and sizes.pads and sizes.intensity >= worth:
+            _pad(node, sizes, padded)
+    if padded.made:
+        gm.graph.eliminate_dead_code()
+    return gm
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a product [m, k] x [k, n], and how many zeros each gets."""
+
+    m: int
+    k: int
+    n: int
+    pads: dict[str, int]
+
+    @classmethod
+    def of(cls, node: fx.Node, devices: Collection[str]) -> _Sizes | None:
+        """Return those of a product of 16-bit matrices on one of the devices, all known; None for any other."""
+        first, second, result = (fake_value(n) for n in (*_factors(node), node))
+        if first.device.type not in devices or first.dtype not in (torch.bfloat16, torch.float16) or second.dtype != first.dtype:
+            return None
+        numbers = (*first.shape, *first.stride(), *second.shape, *second.stride(), *result.shape)
+        if not all(isinstance(number, int) for number in numbers):
+            return None
+        (m, k), n = first.shape[-2:], second.shape[-1]
+        step = ROW_BYTES // first.element_size()
+        named = {"m": m, "k": k, "n": n}
+        long = {_rows(first, "k", "m"), _rows(second, "n", "k"), "n"}
+        return cls(m, k, n, {name: -size % step for name, size in named.items() if name in long and size % step and size > step})
+
+    @property
+    def intensity(self) -> float:
+        """Multiplications for each element."""
+        elements = self.m * self.k + self.k * self.n + self.m * self.n
+        return self.m * self.k * self.n / elements if elements else 0.0
+
+
+class _Padded:
+    """Padded matrices, each made once in the forward and once in the backward."""
+
+    def __init__(self, of_units: set[fx.Node]) -> None:
+        self._of_units = of_units
+        self.made: dict[tuple[Any, ...], fx.Node] = {}
+        """By what it is made of, the stage, and what was done to it."""
+
+    def matrix(self, build: NodeBuilder, source: fx.Node, rows: int, columns: int, stage: object) -> fx.Node:
+        """Return a matrix with more rows and columns, in the order in memory in which it is."""
+        if not rows and not columns:
+            return source
+        turned = _is_turned(fake_value(source))
+        base = _turned_from(source) if turned else None
+        if turned:
+            rows, columns = columns, rows
+            base = self._once(build, source, stage, "turned", aten.transpose.int, -2, -1) if base is None else base
+        padded = self._once(build, base or source, stage, (rows, columns), aten.constant_pad_nd.default, [0, columns, 0, rows])
+        return self._once(build, padded, stage, "back", aten.transpose.int, -2, -1) if turned else padded
+
+    def bias(self, build: NodeBuilder, source: fx.Node, sizes: _Sizes, stage: object) -> fx.Node:
+        """Return what is added to a product, with as many rows and columns as that gets; what is broadcast stays so."""
+        shape = fake_value(source).shape
+        columns = sizes.pads.get("n", 0) if shape and shape[-1] != 1 else 0
+        rows = sizes.pads.get("m", 0) if len(shape) > 1 and shape[-2] != 1 else 0
+        if not rows and not columns:
+            return source
+        pads = [0, columns, 0, rows] if rows else [0, columns]
+        return self._once(build, source, stage, (rows, columns), aten.constant_pad_nd.default, pads)
+
+    def _once(self, build: NodeBuilder, source: fx.Node, stage: object, key: object, target: Any, *args: Any) -> fx.Node:
+        made = self.made.get((source, stage, key))
+        if made is None:
+            made = self.made[source, stage, key] = build(target, source, *args)
+            if source in self._of_units:
+                self._of_units.add(made)
+            if made in self._of_units:
+                recompute(made)  # what is made of a gathered unit is not saved for the backward
+            else:
+                made.meta.pop("recompute", None)
+        return made
+
+
+def _pad(node: fx.Node, sizes: _Sizes, padded: _Padded) -> None:
+    place, pads, stage = _FACTORS[node.target], sizes.pads, node.meta.get("partitioner_tag")
+    m, k, n = (pads.get(name, 0) for name in "mkn")
+    build = NodeBuilder(node.graph, node)
+    first, second = _factors(node)
+    args = [padded.matrix(build, first, m, k, stage), padded.matrix(build, second, k, n, stage), *node.args[place + 2 :]]
+    if place:
+        args.insert(0, padded.bias(build, _node(node.args[0]), sizes, stage))
+    product = result = build(node.target, *args, kwargs=node.kwargs)
+    dims = fake_value(product).dim()
+    for pad, dim, size in ((m, dims - 2, sizes.m), (n, dims - 1, sizes.n)):
+        if pad:
+            result = build(aten.slice.Tensor, result, dim, 0, size)
+            result.meta.pop("recompute", None)
+    changed = _strides_behind(node, fake_value(result))
+    if changed is None:
+        return  # what was made is dead code
+    for user, value in changed.items():
+        user.meta["val"] = value
+    node.replace_all_uses_with(result)
+
+
+def _strides_behind(node: fx.Node, value: torch.Tensor) -> dict[fx.Node, torch.Tensor] | None:
+    """Return the values behind a node that are laid out in another way if its value is; None where that can't be.
+
+    It can't where the graph returns one of them, or an operator refuses it.
+    """
+    own = fake_value(node)
+    if own.stride() == value.stride():
+        return {}
+    changed: dict[fx.Node, torch.Tensor] = {node: value}
+    mode = value.fake_mode  # type: ignore[attr-defined]
+    user = node.next
+    while user.op != "root":
+        if any(source in changed for source in user.all_input_nodes):
+            if user.op != "call_function" or not isinstance(user.target, torch._ops.OpOverload):
+                return None
+            args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: changed.get(n, n.meta.get("val")))
+            try:
+                with mode:
+                    found = user.target(*args, **kwargs)
+            except (RuntimeError, ValueError):
+                return None
+            known = user.meta.get("val")
+            if not isinstance(found, torch.Tensor) or not isinstance(known, torch.Tensor):
+                return None
+            if found.stride() != known.stride():
+                changed[user] = found
+        user = user.next
+    del changed[node]
+    return changed
+
+
+def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    place = _FACTORS[node.target]
+    return _node(node.args[place]), _node(node.args[place + 1])
+
+
+def _node(argument: object) -> fx.Node:
+    assert isinstance(argument, fx.Node), "products are of tensors"
+    return argument
+
+
+def _is_turned(matrix: torch.Tensor) -> bool:
+    """Say whether a matrix lies in memory column by column."""
+    return matrix.stride(-1) != 1 and matrix.stride(-2) == 1
+
+
+def _rows(matrix: torch.Tensor, row: str, column: str) -> str:
+    """Return which of two sizes is the length of what lies together in memory."""
+    return column if _is_turned(matrix) else row
+
+
+def _turned_from(source: fx.Node) -> fx.Node | None:
+    """Return the matrix of which another is the transposed, if an operator says so."""
+    if source.op != "call_function" or source.target not in MOVES:
+        return None
+    dims = fake_value(source).dim()
+    order, swapped = list(range(dims)), [*range(dims - 2), dims - 1, dims - 2]
+    if source.target is aten.permute.default:
+        given: Any = source.args[1]
+        order = [dim % dims for dim in given]
+    else:
+        one, other = (-1, -2) if source.target is aten.t.default else source.args[1:3]
+        order[one], order[other] = order[other], order[one]  # type: ignore[index]
+    return _node(source.args[0]) if dims > 1 and order == swapped else None
