@@ -20,6 +20,8 @@ elementwise_probe — Probes whether an optimizer updates element by element, by
 elementwise_trial — Trial of an optimizer on a private tensor: its states, and comparisons of a piece alone with the whole.
 first_call_in_step — Checks optimizers whose running `step(closure)` makes the first compiled call: their pre-step check saw
     whole parameters.
+flat_states — The states of a parameter as the flat shards that an optimizer updates: which of them are the memory of the
+    states.
 fused_kernels — Chooses fused CPU kernels for Adam and AdamW with default flags.
 load_pieces — Loads an optimizer's states to where it keeps them, piece by piece, in an order that is known before the first
     is read.

@@ -61,8 +61,9 @@ def warn_of_short_updates(optimizer: Optimizer, parameters: list[ShardedParamete
     """Warn, once, of a model whose 16-bit parameters are updated in 16 bits, or whose option `master` applies to no parameter."""
     if _WARNED in record_of(optimizer).warned:
         return
-    trained = [p for p in parameters if p.requires_grad]
-    units = [p._zinf_unit for p in trained]
+    if not any(p._zinf_unit.dtype in SHORT or p._zinf_unit.placement.master for p in parameters):
+        return
+    units = [p._zinf_unit for p in parameters if p.requires_grad]
     short = [unit for unit in units if unit.dtype in SHORT and unit.placement.master is None]
     if short and len(short) == len(units):
         record_of(optimizer).warned.add(_WARNED)

@@ -1,6 +1,6 @@
 """The package's state of each optimizer, from its first step to its collection: one `OptimizerRecord`.
 
-The modules of this folder read and write it; it imports none of them, so some fields are typed at their use.
+The modules of this folder read and write it; it imports none of those, so some fields are typed at their use.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.sharded.parameter import ShardedParameter
+
+from .flat_states import FlatStates
 
 
 class State(enum.Enum):
@@ -61,6 +63,10 @@ class OptimizerRecord:
     """Results of the element-wise probe, by the settings that may decide them."""
     state_bytes: dict[Ledger, int] | None = None
     """Bytes of its states in memory, as added to the ledgers."""
+    flat: dict[int, FlatStates] = dataclasses.field(default_factory=dict)
+    """States of parameters, by their ids, as the shards that the last step updated."""
+    filled_bytes: int | None = None
+    """`RunningStep.filled_bytes` of the step whose states were added to the ledgers; None before the first."""
     counted: set[int] = dataclasses.field(default_factory=set)
     """Parameters, by id, whose states were counted against the caps."""
     keeps_precision: bool = False

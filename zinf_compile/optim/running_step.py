@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunked_step import ChunkedStep, explaining_progress, finish_chunks
+from .flat_states import FlatStates
+from .record import record_of
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .split_states import SplitStep
 from .stand_in import STEP_LOCAL, make_stand_in, settings_of
 from .state_entry import states_of
-from .state_layout import noted, without_note
+from .state_layout import is_noted, noted, without_note
 from .step_records import Due
 from .timed_update import timed_update
 
@@ -36,6 +38,12 @@ class RunningStep:
     """Parameters whose shards are updated at once rather than in chunks."""
     split: SplitStep
     chunked: ChunkedStep | None
+    filled: dict[torch.Tensor, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """States of `shards`, as the step found them, that it may change in place and nothing has to be done about."""
+    filled_bytes: int = 0
+    """Bytes of the states that the step found in memory and may change there."""
+    states_changed: bool = False
+    """Whether the step has made states, or put others in their place; its end says that."""
     due: Due = dataclasses.field(default_factory=dict)
     """Settings and units that the ranks compare after the step."""
     timing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
@@ -96,12 +104,39 @@ def _fill(optimizer: Optimizer, running: RunningStep) -> None:
     for parameter, shard in running.shards:
         shard.grad = local_gradient(parameter)
         if parameter in optimizer.state:
-            unit = parameter._zinf_unit
-            given = without_note(optimizer.state[parameter])
-            running.optimizer.state[shard] = {k: shard_state(v, unit, k, optimizer) for k, v in given.items()}
+            _fill_states(optimizer, running, parameter, shard)
     running.split.fill(optimizer, running.optimizer)
     if running.chunked is not None:
         running.optimizer.state.update(running.chunked.chunks[-1].state)
+
+
+def _fill_states(optimizer: Optimizer, running: RunningStep, parameter: ShardedParameter, shard: torch.Tensor) -> None:
+    """Give a shard its states, by those that it had in the last step where they are in the same memory."""
+    given, flat, unit = without_note(optimizer.state[parameter]), record_of(optimizer).flat, parameter._zinf_unit
+    known = flat.get(id(parameter))
+    filled = None if known is None else known.of(given)
+    if filled is None:
+        filled = {k: shard_state(v, unit, k, optimizer) for k, v in given.items()}
+        known = FlatStates(given, filled) if _in_place(given, filled) else None
+    if known is not None:
+        flat[id(parameter)] = known
+        running.filled_bytes += known.bytes
+        if unit.shard_group.size == 1 or is_noted(optimizer.state[parameter]):
+            running.filled[shard] = dict(filled)
+    running.optimizer.state[shard] = filled
+
+
+def _in_place(given: Mapping[str, Any], filled: Mapping[str, Any]) -> bool:
+    """Say whether the states of a shard are the memory of those that a parameter has, in the form in which they are kept."""
+    return all(
+        filled[name] is value or (type(value) is torch.Tensor and value.data_ptr() == filled[name].data_ptr())
+        for name, value in given.items()
+    )
+
+
+def _holds(state: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
+    """Say whether states are the objects that they were, as those are that an optimizer changes in place."""
+    return earlier is not None and state.keys() == earlier.keys() and all(value is earlier[name] for name, value in state.items())
 
 
 def end_step(optimizer: Optimizer, running: RunningStep) -> None:
@@ -109,9 +144,10 @@ def end_step(optimizer: Optimizer, running: RunningStep) -> None:
     stand_in = running.optimizer
     for parameter, shard in running.shards:
         state = stand_in.state.pop(shard, None)
-        if state is not None:
+        if state is not None and not _holds(state, running.filled.get(shard)):
             unit = parameter._zinf_unit
             _keep(optimizer, parameter, noted({k: kept_state(v, unit) for k, v in state.items()}, unit))
+            running.states_changed = True
         shard.grad = None
         torch.autograd.graph.increment_version(parameter)
     running.split.finish(optimizer, stand_in)

@@ -34,7 +34,7 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
         topology, master = unit.context.link.topology, unit.placement.master_of(unit.dtype)
         converts = unit.reduce_dtype != (master or unit.dtype)  # gradients are converted one chunk at a time
         streams = master or converts or unit.placement.streams(topology)
-        if (not p.requires_grad and p.grad is None) or not streams:
+        if not streams or (not p.requires_grad and p.grad is None):
             continue
         check_pieces(optimizer, groups[id(p)], unit)
         kept = states_kept(optimizer, groups[id(p)], master or unit.dtype)

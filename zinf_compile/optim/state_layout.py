@@ -34,6 +34,11 @@ def note(state: dict[str, Any], unit: Unit) -> None:
         state[LAYOUT] = unit.layout
 
 
+def is_noted(state: Mapping[str, Any]) -> bool:
+    """Say whether the layout is among the states."""
+    return LAYOUT in state
+
+
 def without_note(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states without their layout."""
     return {name: value for name, value in state.items() if name != LAYOUT}

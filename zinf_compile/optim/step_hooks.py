@@ -136,7 +136,10 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     end_step(optimizer, running)
     note(optimizer, running.due)
     mark_applied(optimizer)
-    account_states(optimizer)
+    whole = running.chunked is not None or running.split.members()
+    if whole or running.states_changed or record.filled_bytes != running.filled_bytes:
+        account_states(optimizer)
+        record.filled_bytes = running.filled_bytes
     report_step(optimizer)
 
 

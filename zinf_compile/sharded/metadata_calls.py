@@ -58,6 +58,19 @@ _CONVERSIONS = {
 }  # fmt: skip
 
 
+_PROPERTIES = vars(torch.Tensor.__base__)
+
+OFTEN = frozenset(
+    [
+        torch.Tensor._is_view,
+        torch.Tensor.__hash__,
+        *(_PROPERTIES[name].__get__ for name in ("grad", "grad_fn", "requires_grad", "is_leaf", "shape", "dtype")),
+        _PROPERTIES["grad"].__set__,
+    ]
+)
+"""Those that PyTorch's optimizers, modules and compiled calls make of each parameter in each step."""
+
+
 def reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Return whether a call reads what a tensor is, not its value."""
     name = getattr(func, "__name__", "")

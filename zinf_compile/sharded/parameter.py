@@ -18,7 +18,7 @@ from zinf_compile.runtime.units.twin import twin_of
 from zinf_compile.runtime.units.unit import Unit
 
 from .data_assignment import assign, reject_reshape
-from .metadata_calls import reads_metadata
+from .metadata_calls import OFTEN, reads_metadata
 from .parameter_ops import makes_companion
 
 _unit_of_storage: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
@@ -49,7 +49,11 @@ class ShardedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling() or (reads_metadata(func, args) and not makes_companion(func, args, kwargs or {})):
+        if (
+            torch.compiler.is_compiling()
+            or func in OFTEN
+            or (reads_metadata(func, args) and not makes_companion(func, args, kwargs or {}))
+        ):
             with no_torch_function():
                 return func(*args, **(kwargs or {}))
         return cls._answer_call(func, args, kwargs or {})
