@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -163,11 +163,17 @@ class Context:
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a `full_buffer` for a gather of the schedule: these come and go all the time."""
-        if device.type == "cpu":
-            return self.memory.gather_memory.lend(numel, dtype)
-        padded = self.gathers.padded_numel(numel)
-        lent = self.memory.gather_memory.lend(padded, dtype)
-        return lent if padded == numel else lent[:numel]
+        (buffer,) = self.gather_buffers([numel], dtype, device)
+        return buffer
+
+    def gather_buffers(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        """Return several as `gather_buffer` does."""
+        memory = self.memory.gather_memory
+        if not isinstance(memory, DeviceArena):
+            return [memory.lend(numel, dtype) for numel in numels]
+        padded = [self.gathers.padded_numel(numel) for numel in numels]
+        lent = memory.lend_together(padded, dtype)
+        return [buffer if numel == held else buffer[:numel] for buffer, numel, held in zip(lent, numels, padded, strict=True)]
 
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty flat buffer that a gather can fill, whatever mode the caller is in."""

@@ -43,7 +43,14 @@ from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.runtime.units.whole_gradient import keep_whole
 
 from .context import Context
-from .gather_steps import names_of, perform_gather, perform_gather_rows, perform_keep_unit, perform_wait
+from .gather_steps import (
+    names_of,
+    perform_gather,
+    perform_gather_rows,
+    perform_keep_unit,
+    perform_wait,
+    perform_waits,
+)
 from .handles import HeldCopy, ReduceHandle, Reduction
 from .run import Run
 from .value_steps import (
@@ -91,18 +98,23 @@ def execute(
 
 def _perform(run: Run, recorder: GraphRecorder | None) -> None:
     program, registers = run.program, run.registers
-    for step, frees in zip(program.steps, program.frees, strict=True):
+    steps, frees = program.steps, program.frees
+    for start, end in program.runs if recorder is None else enumerate(range(1, len(steps) + 1)):
+        step, freed = steps[start], frees[start]
         if isinstance(step, Region):
             values = [registers[r] for r in step.inputs]
-            for r in frees:
+            for r in freed:
                 registers[r] = None
-            _store(registers, step.outputs, step.fn(values) if recorder is None else recorder.compute(step, values), frees)
+            _store(registers, step.outputs, step.fn(values) if recorder is None else recorder.compute(step, values), freed)
+            continue
+        if end - start > 1:
+            perform_waits(steps[start:end], frees[start:end], run)  # type: ignore[arg-type]
             continue
         if recorder is None:
             PERFORM[type(step)](step, run)
         else:
             recorder.perform(PERFORM[type(step)], step, run)
-        for r in frees:
+        for r in freed:
             registers[r] = None
 
 

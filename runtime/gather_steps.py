@@ -8,11 +8,13 @@ import torch
 
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.steps import Gather, GatherRows, KeepUnit, Wait
+from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.swap import SwapHandle, bring
 from zinf_compile.runtime.units.unit import Tile, Unit
 
+from .cast_order import cast_order
 from .context import Context
 from .handles import GatherHandle, HeldCopy
 from .run import Run
@@ -97,6 +99,7 @@ def _arriving(source: int, run: Run) -> SwapHandle | None:
 def _gather_at_hand(step: Gather, members: Members, run: Run) -> None:
     """Gather units that are not cut into shards: the shard, on the device or in flight to it, is the whole."""
     registers = run.registers
+    to_cast: dict[int, torch.Tensor] = {}
     for source, out in members:
         arrived = _arriving(source, run)
         if arrived is not None and arrived.unit.backing is not None:
@@ -110,19 +113,64 @@ def _gather_at_hand(step: Gather, members: Members, run: Run) -> None:
                 narrower = step.dtype if step.dtype != unit.dtype else None
                 registers[out] = GatherHandle(whole, updated, _gathering(step, [unit], run), narrower)
             else:
-                registers[out] = GatherHandle(_cast(whole, step.dtype, run.context), None)
+                to_cast[out] = whole
+    if to_cast:
+        for out, full in zip(to_cast, _cast_together([*to_cast.values()], step.dtype, run.context), strict=True):
+            registers[out] = GatherHandle(full, None)
 
 
 def perform_wait(step: Wait, run: Run) -> None:
-    gathered, context = run.registers[step.handle], run.context
+    gathered: GatherHandle = run.registers[step.handle]
     if gathered.pending is not None:
-        context.finish(gathered.pending, gathered.what)
+        run.context.finish(gathered.pending, gathered.what)
+    run.registers[step.out] = _full_of(gathered, run.context)
+
+
+def perform_waits(steps: Sequence[Wait], frees: Sequence[Sequence[int]], run: Run) -> None:
+    """Perform consecutive waits, each with what is freed behind it: wait once for what arrives together, and cast it together."""
+    registers, context = run.registers, run.context
+    to_cast: list[int] = []
+    over: Pending | None = None
+    for number, step in enumerate(steps):
+        gathered: GatherHandle = registers[step.handle]
+        if gathered.pending is not None and gathered.pending is not over:
+            context.finish(gathered.pending, gathered.what)
+            over = gathered.pending
+        if gathered.dtype is None or gathered.stays is not None or gathered.full.device.type == "cpu":
+            registers[step.out] = _full_of(gathered, context)
+            del gathered
+            run.free(frees[number])
+        else:
+            to_cast.append(number)
+            del gathered
+    if to_cast:
+        handles: list[GatherHandle] = [registers[steps[number].handle] for number in to_cast]
+        arrived = tuple(handle.full.nbytes for handle in handles)
+        cast = tuple(handle.full.numel() * handle.dtype.itemsize for handle in handles if handle.dtype is not None)
+        del handles
+        for batch in cast_order(arrived, cast):
+            _cast_and_free([to_cast[i] for i in batch], steps, frees, run)
+
+
+def _cast_and_free(numbers: Sequence[int], steps: Sequence[Wait], frees: Sequence[Sequence[int]], run: Run) -> None:
+    registers = run.registers
+    for dtype in dict.fromkeys(registers[steps[number].handle].dtype for number in numbers):
+        own = [steps[number] for number in numbers if registers[steps[number].handle].dtype is dtype]
+        fulls = _cast_together([registers[step.handle].full for step in own], dtype, run.context)
+        for step, full in zip(own, fulls, strict=True):
+            registers[step.out] = full
+    for number in numbers:
+        run.free(frees[number])
+
+
+def _full_of(gathered: GatherHandle, context: Context) -> torch.Tensor:
+    """Return the full unit of a gather that is over."""
     full = gathered.full
     if gathered.dtype is not None:
         full = _cast(full, gathered.dtype, context, stays=gathered.stays is not None)
     if gathered.stays is not None:
         context.full_copies.keep(gathered.stays, full)
-    run.registers[step.out] = full
+    return full
 
 
 def perform_keep_unit(step: KeepUnit, run: Run) -> None:
@@ -138,13 +186,25 @@ def perform_gather_rows(step: GatherRows, run: Run) -> None:
 
 
 def _cast(value: torch.Tensor, dtype: torch.dtype, context: Context, *, stays: bool = False) -> torch.Tensor:
-    if value.device.type == "cpu":
-        full = value.to(dtype)
-    else:
-        buffer = (context.full_buffer if stays else context.gather_buffer)(value.numel(), dtype, value.device)
-        full = buffer.as_strided(value.size(), value.stride()).copy_(value)
-    context.memory.ledger.track("gathered", full)
+    if stays and value.device.type != "cpu":
+        full = context.full_buffer(value.numel(), dtype, value.device).as_strided(value.size(), value.stride()).copy_(value)
+        context.memory.ledger.track("gathered", full)
+        return full
+    (full,) = _cast_together([value], dtype, context)
     return full
+
+
+def _cast_together(values: Sequence[torch.Tensor], dtype: torch.dtype, context: Context) -> list[torch.Tensor]:
+    """Return full units in another type, in memory for gathers."""
+    device = values[0].device
+    if device.type == "cpu":
+        fulls = [value.to(dtype) for value in values]
+    else:
+        buffers = context.gather_buffers([value.numel() for value in values], dtype, device)
+        fulls = [buffer.as_strided(value.size(), value.stride()) for buffer, value in zip(buffers, values, strict=True)]
+        torch._foreach_copy_(fulls, list(values))
+    context.memory.ledger.track("gathered", *fulls)
+    return fulls
 
 
 def _gathering(step: Gather, members: Sequence[Unit | Tile], run: Run) -> str:

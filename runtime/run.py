@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ class Run:
         self.tiled: dict[Unit, TileGradients] = {}
         self.random: dict[str, torch.Tensor] = {}
         """By device: the state that its random generator gets back when compute that runs again has drawn its numbers."""
+
+    def free(self, registers: Sequence[int]) -> None:
+        """Let go of values that are needed no longer."""
+        for register in registers:
+            self.registers[register] = None
 
     def gradient_of(self, tile: Tile) -> TileGradients:
         """Return the gradient of all tiles of a unit."""

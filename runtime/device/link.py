@@ -41,6 +41,9 @@ class DeviceLink(Protocol):
     def device_buffer(self, numel: int, dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
         """Return flat memory of the device, content undefined. What is `lasting` is not for a transfer alone."""
 
+    def device_buffers(self, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return several as `device_buffer` does."""
+
     def clear(self) -> None:
         """Let memory go that is kept to be used again: no model uses it."""
 
@@ -87,6 +90,10 @@ class HostIsDevice:
     def device_buffer(self, numel: int, dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
         """See `DeviceLink.device_buffer`."""
         return self._memory.lend(numel, dtype)
+
+    def device_buffers(self, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """See `DeviceLink.device_buffers`."""
+        return [self.device_buffer(numel, dtype) for numel in numels]
 
     def clear(self) -> None:
         """See `DeviceLink.clear`; the arena is the context's."""
@@ -147,11 +154,16 @@ class AcceleratorLink:
     def device_buffer(self, numel: int, dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
         """See `DeviceLink.device_buffer`."""
         if not lasting:
-            for lane in self._lanes.values():
-                lane.settle()  # what copies hold that are over, and that only other lanes have waited for
-            return self._memory.lend(numel, dtype)
+            (buffer,) = self.device_buffers([numel], dtype)
+            return buffer
         with torch.inference_mode(False), torch.no_grad():
             return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def device_buffers(self, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """See `DeviceLink.device_buffers`."""
+        for lane in self._lanes.values():
+            lane.settle()  # what copies hold that are over, and that only other lanes have waited for
+        return self._memory.lend_together(numels, dtype)
 
     def clear(self) -> None:
         """See `DeviceLink.clear`; the arena of the device is the context's."""

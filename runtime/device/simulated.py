@@ -82,6 +82,10 @@ class SimulatedDevice:
         """See `DeviceLink.device_buffer`."""
         return self.memory.lend(numel, dtype)
 
+    def device_buffers(self, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """See `DeviceLink.device_buffers`."""
+        return [self.memory.lend(numel, dtype) for numel in numels]
+
     def clear(self) -> None:
         """See `DeviceLink.clear`; it serves the next model."""
 

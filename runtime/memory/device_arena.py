@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -106,15 +106,33 @@ class DeviceArena:
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor, content undefined, for the current stream, whatever mode the caller is in."""
+        (lent,) = self.lend_together([numel], dtype)
+        return lent
+
+    def lend_together(self, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return several tensors as `lend` does, each of which comes back by itself."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self.lend(numel, dtype)
-        size = format_of(dtype).bytes(numel)
-        if not size:
-            return torch.empty(numel, dtype=dtype, device=self._device)
+                return self.lend_together(numels, dtype)
+        to_bytes = format_of(dtype).bytes
         with self._lock:
             self._let_go = False
-            return self._lend(size).view(dtype)
+            stream = torch.accelerator.current_stream(self._device)
+            self._streams.add(stream)
+            taken = 0
+            lent = []
+            try:
+                for numel in numels:
+                    if size := to_bytes(numel):
+                        leased, of_arena = self._lend(size, stream)
+                        taken += of_arena
+                        lent.append(leased.view(dtype))
+                    else:
+                        lent.append(torch.empty(numel, dtype=dtype, device=self._device))
+            finally:
+                if taken:
+                    self.account(-taken)
+        return lent
 
     def held_bytes(self) -> int:
         """Return the bytes of the arena and of what is lent beside it."""
@@ -134,9 +152,9 @@ class DeviceArena:
         self._let_go = True
         self._settle()
 
-    def _lend(self, size: int) -> torch.Tensor:
+    def _lend(self, size: int, stream: torch.Stream) -> tuple[torch.Tensor, int]:
+        """Return a loan to a stream, and its bytes that are the arena's."""
         length = round_up(size, GRANULE)
-        stream = torch.accelerator.current_stream(self._device)
         self._take_back()
         if not self._lent:
             self._fit(length)
@@ -151,15 +169,13 @@ class DeviceArena:
             assert self._arena is not None, "it has a size"
             _wait(stream, events)
             leased = self._arena[start : start + size]
-            self.account(-size)
-        self._streams.add(stream)
         lease = _Lease(start, length, size, stream, fresh=fresh)
         number = next(self._numbers)
         self._leases[number] = lease
         self._lent += 1
         lent = with_own_storage(leased)
         lease.reference = weakref.ref(leased, lambda _: self._come_back(number))  # which `lent` holds
-        return lent
+        return lent, 0 if fresh else size
 
     def _come_back(self, number: int) -> None:
         """Note, on any thread and inside of anything, that a loan is no longer used."""

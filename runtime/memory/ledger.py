@@ -74,12 +74,15 @@ class Ledger:
         with self._lock:
             return max(self._beside, self._beside_last)
 
-    def track(self, kind: Kind, tensor: torch.Tensor) -> None:
-        """Count a tensor's bytes until it is dropped."""
-        tracked = _Counted(tensor, self._forget)
-        tracked.kind, tracked.count = kind, tensor.nbytes
-        self._tracked[id(tracked)] = tracked
-        self.add(kind, tracked.count)
+    def track(self, kind: Kind, *tensors: torch.Tensor) -> None:
+        """Count the bytes of tensors, each until it is dropped."""
+        count = 0
+        for tensor in tensors:
+            tracked = _Counted(tensor, self._forget)
+            tracked.kind, tracked.count = kind, tensor.nbytes
+            count += tracked.count
+            self._tracked[id(tracked)] = tracked
+        self.add(kind, count)
 
     def now(self) -> dict[str, int]:
         """Return the bytes held, by kind."""

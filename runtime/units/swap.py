@@ -71,12 +71,29 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
 
 
 def _device_buffer(unit: Unit | Tile) -> torch.Tensor:
-    """Return memory of the device for a shard, counted: of the arena, but for one that may stay as the full copy of its unit."""
-    memory, stays = unit.context.memory, isinstance(unit, Unit) and unit.full_copy_numel == unit.shard_numel
-    memory.make_room(memory.ledger, unit.format.bytes(unit.shard_numel))
-    device = unit.context.link.device_buffer(unit.shard_numel, unit.dtype, lasting=stays)
-    memory.ledger.track("gathered", device)
-    return device
+    """Return memory of the device for a shard, counted."""
+    (buffer,) = _device_buffers([unit])
+    return buffer
+
+
+def _device_buffers(units: Sequence[Unit | Tile]) -> list[torch.Tensor]:
+    """Return memory of the device for shards, counted: of the arena, but for one that may stay as the full copy of its unit."""
+    context = units[0].context
+    memory, link = context.memory, context.link
+    memory.make_room(memory.ledger, sum(unit.format.bytes(unit.shard_numel) for unit in units))
+    buffers: dict[int, torch.Tensor] = {}
+    passing: dict[torch.dtype, list[int]] = {}
+    for number, unit in enumerate(units):
+        if isinstance(unit, Unit) and unit.full_copy_numel == unit.shard_numel:
+            buffers[number] = link.device_buffer(unit.shard_numel, unit.dtype, lasting=True)
+        else:
+            passing.setdefault(unit.dtype, []).append(number)
+    for dtype, numbers in passing.items():
+        lent = link.device_buffers([units[number].shard_numel for number in numbers], dtype)
+        buffers.update(zip(numbers, lent, strict=True))
+    found = [buffers[number] for number in range(len(units))]
+    memory.ledger.track("gathered", *found)
+    return found
 
 
 def bring(unit: Unit | Tile) -> SwapHandle:
@@ -94,17 +111,18 @@ def swap_in_together(units: Sequence[Unit | Tile], updates: Updates[Any] | None)
 
     Where a step has still to update them, once it has: `updates`, which are those of all of them, and none is a tile.
     """
-    context, handles, sources = units[0].context, list[SwapHandle](), list[torch.Tensor]()
+    context, sources = units[0].context, list[torch.Tensor]()
     for unit in units:
         source = unit.resident
         assert source is not None, "it is in host memory"
         sources.append(source)
-        handles.append(SwapHandle(unit, _device_buffer(unit)))
+    buffers = _device_buffers(units)
+    handles = [SwapHandle(unit, buffer) for unit, buffer in zip(units, buffers, strict=True)]
     stream = current_stream(units[0].device)  # in whose order the buffers were made
 
     def copy() -> Pending:
         with stream or contextlib.nullcontext():
-            return context.link.to_device_together(sources, [handle.shard for handle in handles])
+            return context.link.to_device_together(sources, buffers)
 
     read = [(unit, 0, unit.shard_numel) for unit in units]
     arriving = copy() if updates is None else updates.begin_after(read, copy)

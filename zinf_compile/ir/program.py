@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from .formats import StateFormat, format_of
-from .steps import Reduce, Step, SwapOut
+from .steps import Reduce, Step, SwapOut, Wait
 from .tiling import Box, box_text, tile_shape, tile_stride
 
 
@@ -134,6 +135,13 @@ class Program:
     """Registers of gathers whose unit is kept for the backward."""
     leaving: tuple[tuple[str, int], ...] = ()
     """Tier and bytes of each saved memory that leaves the device; 0 bytes where these change from call to call."""
+    runs: tuple[tuple[int, int], ...] = dataclasses.field(init=False)
+    """The steps, as [start, end): each alone, but for waits that follow one another."""
+
+    def __post_init__(self) -> None:
+        numbers = itertools.groupby(enumerate(self.steps), lambda item: isinstance(item[1], Wait) or -1 - item[0])
+        spans = ([number for number, _ in run] for _, run in numbers)
+        object.__setattr__(self, "runs", tuple((span[0], span[-1] + 1) for span in spans))
 
     def digest(self) -> int:
         """Hash the collective sequence into 63 bits, the same on every machine."""
