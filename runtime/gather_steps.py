@@ -10,11 +10,11 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.steps import Gather, GatherRows, KeepUnit, Wait
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import moving
+from zinf_compile.runtime.memory.cast_order import cast_order
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.swap import SwapHandle, bring
 from zinf_compile.runtime.units.unit import Tile, Unit
 
-from .cast_order import cast_order
 from .context import Context
 from .handles import GatherHandle, HeldCopy
 from .run import Run

@@ -30,7 +30,7 @@ def align_products(gm: fx.GraphModule, *, devices: Collection[str] = ("cuda",), 
     """Pad the matrices of products whose rows are not aligned with zeros, and take the part of the result that was asked for.
 
         before:  t = t(w);  y = mm(x, t);  a = relu(y)
-        after:   pad = constant_pad_nd(w, [0, 0, 0, 5]);  pad_t = transpose(pad, -2, -1);  product = mm(x, pad_t)
+        after:   pad = constant_pad_nd(w, [0, 0, 0, 5]);  pad_t = permute(pad, [1, 0]);  product = mm(x, pad_t)
                  y = slice(product, 1, 0, 11);  a = relu(y)
 
     Runs on a joint graph before partitioning, once views of parameters are marked, or on an inference graph. Inductor writes the
@@ -101,12 +101,12 @@ class _Padded:
         if not rows and not columns:
             return source
         turned = _is_turned(fake_value(source))
-        base = _turned_from(source) if turned else None
+        base, swapped = _turned_from(source) if turned else None, _swapped(fake_value(source).dim())
         if turned:
             rows, columns = columns, rows
-            base = self._once(build, source, stage, "turned", aten.transpose.int, -2, -1) if base is None else base
+            base = self._once(build, source, stage, "turned", aten.permute.default, swapped) if base is None else base
         padded = self._once(build, base or source, stage, (rows, columns), aten.constant_pad_nd.default, [0, columns, 0, rows])
-        return self._once(build, padded, stage, "back", aten.transpose.int, -2, -1) if turned else padded
+        return self._once(build, padded, stage, "back", aten.permute.default, swapped) if turned else padded
 
     def bias(self, build: NodeBuilder, source: fx.Node, sizes: _Sizes, stage: object) -> fx.Node:
         """Return what is added to a product, with as many rows and columns as that gets; what is broadcast stays so."""
@@ -209,11 +209,15 @@ def _turned_from(source: fx.Node) -> fx.Node | None:
     if source.op != "call_function" or source.target not in MOVES:
         return None
     dims = fake_value(source).dim()
-    order, swapped = list(range(dims)), [*range(dims - 2), dims - 1, dims - 2]
+    order = list(range(dims))
     if source.target is aten.permute.default:
         given: Any = source.args[1]
         order = [dim % dims for dim in given]
     else:
         one, other = (-1, -2) if source.target is aten.t.default else source.args[1:3]
         order[one], order[other] = order[other], order[one]  # type: ignore[index]
-    return _node(source.args[0]) if dims > 1 and order == swapped else None
+    return _node(source.args[0]) if dims > 1 and order == _swapped(dims) else None
+
+
+def _swapped(dims: int) -> list[int]:
+    return [*range(dims - 2), dims - 1, dims - 2]

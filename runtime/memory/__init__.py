@@ -3,6 +3,8 @@
 activations — What graphs have handed out and autograd or the caller still holds, by storages.
 aligned_buffers — Aligned host memory for direct I/O: pinned where an accelerator copies from it, reused, counted and capped.
 arena — An arena of host memory for gathered units.
+cast_order — The order in which units that have arrived together are cast: several at a time, where that takes no more
+    memory.
 device_arena — An arena of a device's own memory for gathers and swaps: after the first steps nothing of theirs is allocated
     any more.
 full_copies — Full units that stay on the device until their values change, so that a step gathers each once:

@@ -19,7 +19,7 @@ a = relu(y)
 """
 AFTER = """
 pad = constant_pad_nd(w, [0, 0, 0, 5])
-pad_t = transpose(pad, -2, -1)
+pad_t = permute(pad, [1, 0])
 product = mm(x, pad_t)
 y = slice(product, 1, 0, 11)
 a = relu(y)
@@ -39,7 +39,7 @@ def aligned(text: str, **inputs: torch.Tensor) -> list[str]:
     gm = align(graph_of(text, **inputs))
     gm.graph.lint()
     names = {"constant_pad_nd_default": "pad", "constant_pad_nd_default_1": "pad_1", "slice_tensor": "part"}
-    return text_of(gm, transpose_int="pad_t", mm_default="product", mm_default_1="product_1", **names).splitlines()
+    return text_of(gm, permute_default="pad_t", mm_default="product", mm_default_1="product_1", **names).splitlines()
 
 
 def test_docstring_example() -> None:
@@ -54,7 +54,7 @@ def test_the_rows_of_a_gradient_are_padded_once_for_both_of_its_products() -> No
     text = "p = permute(d, [1, 0]); g = mm(p, x); dx = mm(d, w); return (g, dx)"
     assert aligned(text, d=matrix(32, 11), x=matrix(32, 16), w=weight(11, 16)) == [
         "pad = constant_pad_nd(d, [0, 5, 0, 0])",
-        "pad_t = transpose(pad, -2, -1)",
+        "pad_t = permute(pad, [1, 0])",
         "product = mm(pad_t, x)",
         "part = slice(product, 0, 0, 11)",
         "pad_1 = constant_pad_nd(w, [0, 0, 0, 5])",
@@ -103,7 +103,7 @@ def test_what_is_made_of_a_unit_is_recomputed_and_the_product_saved() -> None:
     policies = {node.name: node.meta.get("recompute") for node in gm.graph.nodes if node.op == "call_function"}
     assert policies == {
         "constant_pad_nd_default": CheckpointPolicy.MUST_RECOMPUTE,
-        "transpose_int": CheckpointPolicy.MUST_RECOMPUTE,
+        "permute_default": CheckpointPolicy.MUST_RECOMPUTE,
         "mm_default": CheckpointPolicy.MUST_SAVE,
         "slice_tensor": None,
         "a": None,

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zinf_compile.runtime.cast_order import cast_order
+from zinf_compile.runtime.memory.cast_order import cast_order
 
 
 def most(batches: tuple[tuple[int, ...], ...], arrived: list[int], cast: list[int]) -> int:
