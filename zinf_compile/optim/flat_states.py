@@ -23,6 +23,16 @@ class FlatStates:
             for name, value in tensors.items()
         }
 
+    def are(self, states: Any) -> bool:
+        """Say whether these are the states, in a plain dict."""
+        if type(states) is not dict:
+            return False
+        for name, (of, place, _) in self._known.items():
+            state = of()
+            if state is None or state.data_ptr() != place or state is not states.get(name):
+                return False
+        return True
+
     def of(self, states: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the shards of `states`; None if one of those is not a tensor that it was, in the same memory."""
         shards = {}

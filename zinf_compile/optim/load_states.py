@@ -19,6 +19,7 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import part_of
+from .flat_states import FlatStates
 from .shard_state import kept_state, shard_state
 from .state_entry import StateEntry, states_of
 from .state_layout import noted
@@ -100,16 +101,22 @@ def write_changed_copies(states: StateTable) -> None:
 
 def _move_to_tier(states: StateTable, optimizer: Optimizer) -> None:
     """Replace loaded states by this rank's shards in the memory of their tier, which a step changes in place."""
-    for parameter in states.kept:
+    for parameter, kept in states.kept.items():
+        settled = states.settled.get(parameter)
+        if settled is not None and settled.are(states_of(optimizer, parameter)):
+            continue
         names, unit = states.present(parameter, optimizer), parameter._zinf_unit
         if not names:
             continue
-        state = dict(optimizer.state[parameter])
+        state, shards = dict(optimizer.state[parameter]), {}
         leaves = unit.context.link.topology.side(unit.placement.optimizer) == Tier.HOST
         for name in names:
             value = shard_state(state[name], unit, name, optimizer)
-            state[name] = kept_state(_on_host(value, unit) if leaves else value, unit)
+            shards[name] = _on_host(value, unit) if leaves else value
+            state[name] = kept_state(shards[name], unit)
         optimizer.state[parameter] = noted(state, unit)
+        if len(names) == len(kept):
+            states.settled[parameter] = FlatStates({name: state[name] for name in shards}, shards)
 
 
 def _on_host(value: torch.Tensor, unit: Unit) -> torch.Tensor:

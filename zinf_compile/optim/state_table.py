@@ -13,6 +13,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunk_transfers import ChunkTransfers
 from .chunks import Kept
+from .flat_states import FlatStates
 from .pending_states import StatesAside
 from .state_entry import StateEntry, in_memory, states_of
 from .state_layout import without_note
@@ -47,6 +48,8 @@ class StateTable:
         """Plain dicts that replace the entries during `state_dict()`."""
         self.aside = StatesAside()
         """States in memory that a deferred step has still to update."""
+        self.settled: dict[ShardedParameter, FlatStates] = {}
+        """States in memory that are where they belong, as long as they are the same tensors."""
         self._read_copy, self._finish = read_copy, finish
 
     @property

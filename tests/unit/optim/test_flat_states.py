@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import gc
 import weakref
 
@@ -40,3 +41,16 @@ def test_no_state_is_kept() -> None:
     gc.collect()
     assert gone() is None
     assert known.of({"mean": None}) is None
+
+
+def test_states_that_are_the_same() -> None:
+    states = {"step": torch.tensor(1.0), "mean": torch.zeros(3)}
+    known = FlatStates({"mean": states["mean"]}, {"mean": states["mean"]})
+    assert known.are(states)
+    assert known.are(dict(states))
+    assert not known.are({"step": states["step"]})
+    assert not known.are({**states, "mean": torch.zeros(3)})
+    assert not known.are(None)
+    assert not known.are(collections.OrderedDict(states))
+    states["mean"].data = torch.zeros(3)
+    assert not known.are(states)
