@@ -61,8 +61,8 @@ class DeviceLink(Protocol):
     ) -> Pending:
         """Start to copy several tensors of the device's memory to the host, once all of `after` is over; all stay until then."""
 
-    def wait_read(self, host: torch.Tensor) -> None:
-        """Return when no copy to the device reads this host memory any more: call it before that is changed."""
+    def wait_read(self, *host: torch.Tensor) -> None:
+        """Return when no copy to the device reads any of this host memory any more: call it before that is changed."""
 
     def reads_of(self, host: torch.Tensor) -> Sequence[Pending]:
         """Return the copies to the device that read this host memory and may be under way; who waits waits for their end."""
@@ -116,7 +116,7 @@ class HostIsDevice:
         """See `DeviceLink.to_host_together`."""
         raise AssertionError("a schedule for a device that is host memory copies nothing from it")
 
-    def wait_read(self, host: torch.Tensor) -> None:
+    def wait_read(self, *host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`; nothing is copied."""
 
     def reads_of(self, host: torch.Tensor) -> Sequence[Pending]:
@@ -185,17 +185,17 @@ class AcceleratorLink:
         self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending]
     ) -> Pending:
         """See `DeviceLink.to_host_together`."""
-        before = [*after, *(reader for host in into for reader in self._readers(host))]
+        before = [*after, *self._readers(into)]
         return TransferToHost(self._copy(_TO_HOST, sources, into, before, host=into))
 
-    def wait_read(self, host: torch.Tensor) -> None:
+    def wait_read(self, *host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`."""
-        for reader in self._readers(host):
+        for reader in reversed(self._readers(host)):  # the end of the last one is that of all
             reader.synchronize()
 
     def reads_of(self, host: torch.Tensor) -> Sequence[Pending]:
         """See `DeviceLink.reads_of`."""
-        return [TransferToHost(reader) for reader in self._readers(host)]
+        return [TransferToHost(reader) for reader in self._readers([host])]
 
     def _copy(
         self,
@@ -218,7 +218,7 @@ class AcceleratorLink:
 
         return self._lanes[way].submit(copy, after=after, host_memory=host)
 
-    def _readers(self, host: torch.Tensor) -> list[StreamTransfer]:
+    def _readers(self, host: Sequence[torch.Tensor]) -> list[StreamTransfer]:
         lane = self._lanes.get(_TO_DEVICE)
         return [] if lane is None else lane.readers(host)
 

@@ -107,7 +107,7 @@ class SimulatedDevice:
         """See `DeviceLink.to_host_together`."""
         return All([self.to_host(*pair, All(after)) for pair in zip(sources, into, strict=True)])
 
-    def wait_read(self, host: torch.Tensor) -> None:
+    def wait_read(self, *host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`; who waits for a copy here waits for its end."""
 
     def reads_of(self, host: torch.Tensor) -> Sequence[Pending]:

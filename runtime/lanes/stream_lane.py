@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -90,10 +92,14 @@ class StreamTransfer:
             if job.owner == self.owner:
                 job._let_memory_go()
 
-    def reads(self, memory: torch.Tensor) -> bool:
-        """Return whether it holds host memory that overlaps with this."""
-        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
-        return any(held.data_ptr() < end and start < held.data_ptr() + held.nbytes for held in self._host_memory)
+    def reads(self, starts: Sequence[int], ends: Sequence[int]) -> bool:
+        """Return whether it holds host memory that overlaps with one of these ranges of addresses, which are in order."""
+        for held in self._host_memory:
+            start = held.data_ptr()
+            first = bisect.bisect_right(ends, start)  # the first range that ends behind it
+            if first < len(starts) and starts[first] < start + held.nbytes:
+                return True
+        return False
 
     def let_go(self) -> None:
         """Have it hold nothing any more: another stream is ordered after it, and the host waits where it holds host memory."""
@@ -225,11 +231,16 @@ class StreamLane:
             while self._under_way and self._under_way[0].is_over():
                 self._under_way.popleft()
 
-    def readers(self, memory: torch.Tensor) -> list[StreamTransfer]:
-        """Return the transfers under way that hold host memory which overlaps with this."""
+    def readers(self, memory: Sequence[torch.Tensor]) -> list[StreamTransfer]:
+        """Return the transfers under way that hold host memory which overlaps with some of this."""
         with self._lock:
             self.settle()
-            return [job for job in self._under_way if job.reads(memory)]
+            if not self._under_way:
+                return []
+            ranges = sorted((start, start + each.nbytes) for each in memory if (start := each.data_ptr()))
+            starts = [start for start, _ in ranges]
+            ends = list(itertools.accumulate((end for _, end in ranges), max))
+            return [job for job in self._under_way if job.reads(starts, ends)]
 
     def close(self) -> None:
         """Issue what is queued, end the thread, and wait for the device."""

@@ -23,6 +23,7 @@ first_call_in_step — Checks optimizers whose running `step(closure)` makes the
 flat_states — The states of a parameter as the flat shards that an optimizer updates: which of them are the memory of the
     states.
 fused_kernels — Chooses fused CPU kernels for Adam and AdamW with default flags.
+in_place — Chunks that are updated where they live: their columns, which nothing has to be brought for.
 load_pieces — Loads an optimizer's states to where it keeps them, piece by piece, in an order that is known before the first
     is read.
 load_states — Reconciles stored states with `optimizer.state` between steps: new and changed ones move to their tier,

@@ -33,6 +33,7 @@ from .chunk_budget import buffers_within_budget
 from .chunk_transfers import ChunkTransfers
 from .chunks import Kept, cut, part_of, plan_chunks, range_of
 from .deferrable import may_defer, may_wait
+from .in_place import in_place
 from .load_states import reconcile
 from .record import record_of
 from .shard_state import kept_state, shard_state
@@ -140,7 +141,7 @@ class OffloadedStates:
             calls = group_calls(due, lambda number: self.chunks[number].numel, joins.__contains__)
             for together, following in itertools.zip_longest(calls, calls[1:]):
                 with self.context.lanes.meter.waiting():
-                    brought = [(n, self._in_place(n, optimizer) if n in ready else self._prepare(n, optimizer)) for n in together]
+                    brought = self._bring(together, ready, optimizer)
                     if following is not None and len(self.transfers.buffers) > 1 and following[0] not in ready:
                         self._prepare(following[0], optimizer)
                     for number, buffer in brought:
@@ -305,10 +306,12 @@ class OffloadedStates:
         """Return a chunk's pieces that have gradients, each behind its number in the chunk."""
         return [(place, *row) for place, row in enumerate(self.chunks[number].pieces) if row[0] in self.gradients]
 
-    def _in_place(self, number: int, optimizer: Optimizer) -> ChunkBuffer:
-        buffer = ChunkBuffer.in_place()
-        buffer.brought = {place: self._columns_in_place(p, piece, optimizer) for place, p, piece in self._due_of(number)}
-        return buffer
+    def _bring(self, together: Sequence[int], ready: Set[int], optimizer: Optimizer) -> list[tuple[int, ChunkBuffer]]:
+        """Return the chunks of one call with their buffers: one alone, or some that lie ready."""
+        if not ready >= set(together):
+            return [(number, self._prepare(number, optimizer)) for number in together]
+        due = [self._due_of(number) for number in together]
+        return list(zip(together, in_place(due, self.gradients, self.table, optimizer, self._route.link), strict=True))
 
     def _prepare(self, number: int, optimizer: Optimizer) -> ChunkBuffer:
         buffer = self.transfers.buffer_for(number)
@@ -328,20 +331,6 @@ class OffloadedStates:
                     if pending is not None:
                         buffer.under_way.append(pending)
         return buffer
-
-    def _columns_in_place(self, parameter: ShardedParameter, piece: Piece, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Return a piece's columns, all of which are in the memory where it is updated. Copies may still read its values."""
-        unit, columns = parameter._zinf_unit, dict[str, torch.Tensor]()
-        for name in (VALUE, GRADIENT):
-            here = self._location(parameter, piece, name, optimizer).tensor
-            assert here is not None, "it is in memory"
-            self._route.link.wait_read(here)  # a fused kernel may unscale the gradient in place
-            columns[name] = here
-        given = {} if self.table.by_entry else self.table.given(parameter, optimizer) or {}
-        for name in self.kept[parameter]:
-            if isinstance(given.get(name), torch.Tensor):
-                columns[name] = range_of(shard_state(given[name], unit, name, optimizer), piece.start, piece.end)
-        return columns
 
     def _location(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Location:
         unit, start, end = parameter._zinf_unit, piece.start, piece.end

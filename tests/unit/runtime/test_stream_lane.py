@@ -141,10 +141,23 @@ def test_host_memory_is_held_until_the_device_is_done_with_it(streams: list[Fake
     lane, host = StreamLane(DEVICE, "test"), torch.zeros(8)
     job = lane.submit(lambda: None, host_memory=[host])
     job.wait()
-    assert lane.readers(host[2:3]) == [job]
-    assert lane.readers(torch.zeros(8)) == []
+    assert lane.readers([host[2:3]]) == [job]
+    assert lane.readers([torch.zeros(8)]) == []
     streams[0].recorded[0].over = True
-    assert lane.readers(host) == []
+    assert lane.readers([host]) == []
+
+
+def test_readers_of_several_ranges_are_those_of_each(streams: list[FakeStream]) -> None:
+    lane, host = StreamLane(DEVICE, "test"), torch.zeros(64)
+    held = [[host[4:8], host[20:24]], [host[8:9]], [host[40:64]], [host[30:30]]]
+    jobs = [lane.submit(lambda: None, host_memory=each) for each in held]
+    ranges = [host[start:end] for start in range(0, 64, 3) for end in (start, start + 1, start + 5, start + 30) if end <= 64]
+    for one in ranges:
+        for other in ranges:
+            each = [job for job in jobs if job in lane.readers([one]) or job in lane.readers([other])]
+            assert lane.readers([one, other]) == each
+    assert lane.readers([host[0:4], host[9:20], host[24:30]]) == []
+    assert lane.readers([host[0:64], host[1:2], host[5:6]])[:3] == jobs[:3]
 
 
 def test_the_host_waits_for_the_oldest_where_too_many_hold_host_memory_that_comes_from_drives(streams: list[FakeStream]) -> None:
