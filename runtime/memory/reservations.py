@@ -50,6 +50,8 @@ class Reservation:
     """The caps with which it and steps of an optimizer with two states work, as far as was known when it was planned."""
     wish: Sides = _NONE
     """Bytes that it would use beyond that: for transfers further ahead, and more chunks."""
+    keepable: int = 0
+    """Bytes of full units that it, and other graphs likewise, would keep gathered for backwards within a larger cap."""
 
 
 class Reservations:
@@ -129,16 +131,27 @@ class Reservations:
         return max((reservation.passing_host for reservation in self._made), default=0)
 
     def works(self, side: Tier, held: int, *, second: int = 0) -> int:
-        """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
+        """Return a cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
 
         `second`: bytes of gradients that backwards make beside earlier ones.
-        Where more is held than was planned for, that plan has room to run further ahead, and takes it.
+        Where more is held than was planned for, that plan has room to run further ahead, and takes it. The cap is the smallest
+        that works, unless the plan may keep more units (`keeps_more`): a smaller one may do where it has room for few of them.
         """
         number = _SIDES.index(side)
         found = [
-            (held + second * made.backward + made.least[number], made.works[number], made.wish[number]) for made in self._made
+            (
+                held + second * made.backward + made.least[number],
+                made.works[number],
+                made.wish[number] + (made.keepable if side == Tier.DEVICE else 0),
+            )
+            for made in self._made
         ]
         return max((least if least <= planned else least + wish for least, planned, wish in found), default=held + second)
+
+    @property
+    def keeps_more(self) -> bool:
+        """Whether a graph would keep more full units gathered for its backward within a larger cap."""
+        return any(made.keepable for made in self._made)
 
     def planned(self, side: Tier) -> int:
         """Return the smallest cap that graphs were planned with, steps and second gradients included."""

@@ -10,6 +10,7 @@ from rank_kept_units import (
     LAYERS,
     WIDTH,
     bytes_of_plain_steps,
+    caps_for_more_states,
     change_before_the_backward,
     compile_again_alone,
     keep_what_fits,
@@ -51,6 +52,14 @@ def test_a_parameter_that_changed_before_the_backward_is_eagers_error() -> None:
     again, kept = (set(run_ranks(change_before_the_backward, 2, word)) for word in (True, False))
     assert again == kept
     assert "has been modified by an inplace operation" in next(iter(kept))
+
+
+@pytest.mark.parametrize("word", ["auto", True])
+def test_the_cap_named_for_more_states_than_two_works(word: str | bool) -> None:
+    """Within a larger cap more units stay gathered, whose room is no longer there for states."""
+    for said, (first, then) in run_ranks(caps_for_more_states, 2, word):
+        assert then > first
+        assert ("or less with reshard_after_forward=True" in said) == (word == "auto")
 
 
 @pytest.mark.parametrize("ranks_alike", [True, more(False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,6 +162,62 @@ def keep_what_fits(rank: int, size: int, ranks_alike: bool) -> list[int]:
         assert same_state(found, expected[0]), more
         received.append(run.received)
     return received
+
+
+class Deep(nn.Module):
+    """Products of more bytes than transfers hold that run ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96, bias=False) for _ in range(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x, x, x], -1)[:, :96]
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+class Averages(torch.optim.Optimizer):
+    """Keeps eight averages of each gradient: six states more than the plan expects."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                for number in range(8):
+                    mean = self.state[p].setdefault(f"mean {number}", torch.zeros_like(p))
+                    mean.mul_(0.5 + number / 20).add_(p.grad)
+                    p.add_(mean, alpha=-group["lr"])
+
+
+def caps_for_more_states(rank: int, size: int, word: bool | str) -> tuple[str, list[int]]:
+    """Return what a step says that makes more states than two, within a cap that fits two, and train within what it names."""
+    options = {"tile": "1MiB", "reshard_after_forward": word}
+
+    def train(cap: int) -> Run:
+        run = Run(rank, {**options, "device_memory": cap}, Deep)
+        run.optimizer = Averages([p for p in run.model.parameters() if p.requires_grad])
+        for _ in range(2):
+            run.call(run.batch()).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return run
+
+    caps = [least_cap_of(rank, options, Deep)]
+    with pytest.raises(BudgetError) as refused:
+        train(caps[0])
+    found = re.search(r"(A|The smallest) device_memory that works is ([\d,]+)", str(refused.value))
+    assert found is not None, refused.value  # of the step: nothing before knows of a third
+    caps.append(int(found[2].replace(",", "")))
+    held = zinf_compile.stats(train(caps[1]).model)["memory"]["device"]["peak"]["all"]
+    assert held <= caps[1]
+    return str(refused.value), caps
 
 
 def compile_again_alone(rank: int, size: int) -> list[int]:

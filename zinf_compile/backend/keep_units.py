@@ -48,6 +48,7 @@ def keep_units(
     if word == AUTO:
         with outside_tracing():
             kept = _chosen(units, budget, lambda: spare() - _reserve(units, budget, bucket_bytes), together=together)
+        budget.keepable = sum(unit.bytes for unit in units) - sum(unit.bytes for unit in kept)
     if not kept:
         return ""
     keep_for_backward(forward, backward=backward, own_outputs=own_outputs, units=kept)

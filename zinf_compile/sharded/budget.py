@@ -119,6 +119,8 @@ class GraphBudget:
         self.others = others / max(1, sum(slot.bytes for slot in slots))
         """Bytes of parameters that other graphs use in a step, or will, for each of this graph's."""
         self._outside = 0 if fresh else self.compute.outside
+        self.keepable = 0
+        """Bytes of full units that could stay gathered from the forward to the backward, and don't for want of room."""
         self._returning = copies_to_come(context, self._units.values())
         """Bytes of full parameters that other graphs have planned for, and that no step has changed at the moment."""
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
@@ -262,6 +264,7 @@ class GraphBudget:
             least=transient.least,
             works=Sides(device.works, host.works),
             wish=plan.wish,
+            keepable=math.ceil(self.keepable * (1 + self.others)),
         )
         self._claims.append(claim)
         claims.add(claim)

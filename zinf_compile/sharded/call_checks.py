@@ -40,6 +40,4 @@ class CallChecks:
         if self._makes_gradients:
             refuse_second_gradients(context, lacks)
         what = "a call"
-        raise BudgetError(
-            refusal_text(context, lacks, lambda side, works: f"the smallest {name_cap(context, side, works)}", what=what)
-        )
+        raise BudgetError(refusal_text(context, lacks, lambda side, works: name_cap(context, side, works), what=what))

@@ -152,11 +152,12 @@ def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
 def name_cap(context: Context, side: Tier, works: int) -> str:
     """Name the cap that works; where its default tile would be another than that of the model as it is, name that as well."""
     if side == Tier.HOST:
-        return f"host_memory that works is {works * ranks_of_node():,}"
+        return f"the smallest host_memory that works is {works * ranks_of_node():,}"
     claims = context.memory.reservations
     now, then = (tile_range(cap)[0] for cap in (claims.declared_device or 0, works))
-    text = f"device_memory that works is {works:,}"
-    if not claims.tiles_follow or now == then:
-        return text
-    largest = max((unit.bytes for unit in context.units), default=0)
-    return f"{text}, with option tile={now // 4 or largest}, as here"
+    which = "a" if claims.keeps_more else "the smallest"  # of the room for more units some is left, or none
+    text = f"{which} device_memory that works is {works:,}"
+    if claims.tiles_follow and now != then:
+        largest = max((unit.bytes for unit in context.units), default=0)
+        text += f", with option tile={now // 4 or largest}, as here"
+    return text + (", or less with reshard_after_forward=True" if claims.keeps_more else "")
