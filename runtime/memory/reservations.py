@@ -134,8 +134,8 @@ class Reservations:
         """Return a cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
 
         `second`: bytes of gradients that backwards make beside earlier ones.
-        Where more is held than was planned for, that plan has room to run further ahead, and takes it. The cap is the smallest
-        that works, unless the plan may keep more units (`keeps_more`): a smaller one may do where it has room for few of them.
+        Where more is held than was planned for, that plan has room to run further ahead, and takes it. The cap is then
+        the smallest, unless the plan may keep more units (`keeps_more`): a smaller one may do where it has room for few of them.
         """
         number = _SIDES.index(side)
         found = [

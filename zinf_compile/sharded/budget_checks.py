@@ -125,7 +125,7 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
         more = gradient_bytes(context, context.units)[side]
         works = claims.works(side, held + slots + states + staying, second=more)
         second = f", with {more:,} for second gradients while they accumulate" if more else ""
-        named = name_cap(context, side, works)
+        named = name_cap(context, side, works, smallest=not claims.keeps_more or works <= claims.planned(side))
         raise BudgetError(
             f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "
             f"its chunks, {passing:,} are gathered or reduced at once{_that_stay(staying)}. {cap:,} are allowed; nothing was "

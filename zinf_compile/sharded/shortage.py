@@ -149,15 +149,17 @@ def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
     return {Tier.DEVICE: found.device, Tier.HOST: found.host}
 
 
-def name_cap(context: Context, side: Tier, works: int) -> str:
-    """Name the cap that works; where its default tile would be another than that of the model as it is, name that as well."""
+def name_cap(context: Context, side: Tier, works: int, *, smallest: bool = True) -> str:
+    """Name the cap that works; where its default tile would be another than that of the model as it is, name that as well.
+
+    It may not be the `smallest`: some of it, or none, is for units that stay gathered.
+    """
     if side == Tier.HOST:
         return f"the smallest host_memory that works is {works * ranks_of_node():,}"
     claims = context.memory.reservations
     now, then = (tile_range(cap)[0] for cap in (claims.declared_device or 0, works))
-    which = "a" if claims.keeps_more else "the smallest"  # of the room for more units some is left, or none
-    text = f"{which} device_memory that works is {works:,}"
+    text = f"{'the smallest' if smallest else 'a'} device_memory that works is {works:,}"
     if claims.tiles_follow and now != then:
         largest = max((unit.bytes for unit in context.units), default=0)
         text += f", with option tile={now // 4 or largest}, as here"
-    return text + (", or less with reshard_after_forward=True" if claims.keeps_more else "")
+    return text if smallest else f"{text}, or less with reshard_after_forward=True"
