@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from zinf_compile._torch import tensor_on_storage
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.sizes import round_up
 
@@ -85,6 +86,8 @@ class DeviceArena:
         self._device = device
         self._lock = threading.Lock()  # not entered again: what is dropped meanwhile waits in `_returned`
         self._arena: torch.Tensor | None = None
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        """The arena as a tensor of each type that was lent."""
         self._stream: torch.Stream | None = None
         """The stream on which the arena was allocated, and will be freed."""
         self._size = 0
@@ -124,9 +127,9 @@ class DeviceArena:
             try:
                 for numel in numels:
                     if size := to_bytes(numel):
-                        leased, of_arena = self._lend(size, stream)
+                        tensor, of_arena = self._lend(numel, dtype, size, stream)
                         taken += of_arena
-                        lent.append(leased.view(dtype))
+                        lent.append(tensor)
                     else:
                         lent.append(torch.empty(numel, dtype=dtype, device=self._device))
             finally:
@@ -152,7 +155,7 @@ class DeviceArena:
         self._let_go = True
         self._settle()
 
-    def _lend(self, size: int, stream: torch.Stream) -> tuple[torch.Tensor, int]:
+    def _lend(self, numel: int, dtype: torch.dtype, size: int, stream: torch.Stream) -> tuple[torch.Tensor, int]:
         """Return a loan to a stream, and its bytes that are the arena's."""
         length = round_up(size, GRANULE)
         self._take_back()
@@ -164,11 +167,10 @@ class DeviceArena:
         self._needed = max(self._needed, start + length)
         fresh = start + length > self._size
         if fresh:
-            leased = torch.empty(size, dtype=torch.uint8, device=self._device)
+            leased = torch.empty(numel, dtype=dtype, device=self._device)
         else:
-            assert self._arena is not None, "it has a size"
             _wait(stream, events)
-            leased = self._arena[start : start + size]
+            leased = tensor_on_storage(self._arena_as(dtype), (numel,), (1,), start // dtype.itemsize)
         lease = _Lease(start, length, size, stream, fresh=fresh)
         number = next(self._numbers)
         self._leases[number] = lease
@@ -176,6 +178,14 @@ class DeviceArena:
         lent = with_own_storage(leased)
         lease.reference = weakref.ref(leased, lambda _: self._come_back(number))  # which `lent` holds
         return lent, 0 if fresh else size
+
+    def _arena_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the arena as a tensor of a type."""
+        found = self._typed.get(dtype)
+        if found is None:
+            assert self._arena is not None, "it has a size"
+            found = self._typed[dtype] = self._arena.view(dtype)
+        return found
 
     def _come_back(self, number: int) -> None:
         """Note, on any thread and inside of anything, that a loan is no longer used."""
@@ -229,6 +239,7 @@ class DeviceArena:
             for used in self._ranges.marks():
                 _wait(self._stream, used)
             self._arena = None
+            self._typed.clear()
             self.account(-self._size)
             self._size = 0
         events: dict[torch.Stream, torch.Event | None] = {}
