@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,11 +39,37 @@ def loaded(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def train(change: Change, *, compiled: bool) -> tuple[list[torch.Tensor], int]:
+class Averaging(torch.optim.Optimizer):
+    """Puts other memory, or other tensors, in the place of its states."""
+
+    def __init__(self, params: Any, *, other: str) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.other = other
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                mean = state.setdefault("exp_avg", torch.zeros_like(p))
+                following = mean * 0.9 + p.grad
+                if self.other == "memory":
+                    mean.data = following
+                else:
+                    state["exp_avg"] = following
+                p.add_(following, alpha=-group["lr"])
+
+
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
+
+
+def train(
+    change: Change, *, compiled: bool, kind: Callable[..., torch.optim.Optimizer] = ADAMW
+) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
     call: Any = torch.compile(model, backend="zero_infinity", options={"compute": "fx"}) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = kind(model.parameters())
     held = 0
     for step in range(7):
         if step in (2, 3, 5):
@@ -63,3 +90,13 @@ def test_replaced_states_are_those_that_the_step_updates(change: Change) -> None
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # a lost state is 0.01 off: steps are of 0.05
     assert held == 2 * 4 * sum(t.numel() for t in expected[:4])
+
+
+@pytest.mark.parametrize("other", ["memory", "tensor"])
+def test_what_the_step_puts_in_the_place_of_a_state_is_kept(other: str) -> None:
+    kind = partial(Averaging, other=other)
+    expected, _ = train(in_place, compiled=False, kind=kind)
+    found, held = train(in_place, compiled=True, kind=kind)
+    for one, expected_one in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, expected_one, rtol=1e-4, atol=1e-5)
+    assert held == 4 * sum(t.numel() for t in expected[:4])

@@ -38,8 +38,8 @@ class RunningStep:
     """Parameters whose shards are updated at once rather than in chunks."""
     split: SplitStep
     chunked: ChunkedStep | None
-    filled: dict[torch.Tensor, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """States of `shards`, as the step found them, that it may change in place and nothing has to be done about."""
+    filled: dict[torch.Tensor, dict[str, tuple[Any, int]]] = dataclasses.field(default_factory=dict)
+    """States of `shards`, as the step found them and where, that it may change in place and nothing has to be done about."""
     filled_bytes: int = 0
     """Bytes of the states that the step found in memory and may change there."""
     states_changed: bool = False
@@ -122,7 +122,7 @@ def _fill_states(optimizer: Optimizer, running: RunningStep, parameter: ShardedP
         flat[id(parameter)] = known
         running.filled_bytes += known.bytes
         if unit.shard_group.size == 1 or is_noted(optimizer.state[parameter]):
-            running.filled[shard] = dict(filled)
+            running.filled[shard] = {name: (value, _place(value)) for name, value in filled.items()}
     running.optimizer.state[shard] = filled
 
 
@@ -134,9 +134,15 @@ def _in_place(given: Mapping[str, Any], filled: Mapping[str, Any]) -> bool:
     )
 
 
-def _holds(state: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
-    """Say whether states are the objects that they were, as those are that an optimizer changes in place."""
-    return earlier is not None and state.keys() == earlier.keys() and all(value is earlier[name] for name, value in state.items())
+def _holds(state: Mapping[str, Any], earlier: Mapping[str, tuple[Any, int]] | None) -> bool:
+    """Say whether states are the objects that they were, in the same memory, as those are that an optimizer changes in place."""
+    if earlier is None or state.keys() != earlier.keys():
+        return False
+    return all(state[name] is value and _place(value) == place for name, (value, place) in earlier.items())
+
+
+def _place(value: Any) -> int:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else 0
 
 
 def end_step(optimizer: Optimizer, running: RunningStep) -> None:
