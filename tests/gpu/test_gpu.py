@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 import zinf_compile
+from zinf_compile import passes
 from zinf_compile.cli.models import GPT
 from zinf_compile.runtime.comm.collectives import DeviceCollectives
 from zinf_compile.runtime.lanes.lanes import MOST_UNDER_WAY
@@ -106,3 +108,30 @@ def test_memory_is_not_handed_out_under_a_transfer() -> None:
         torch.full((size,), -1.0, device=device)  # would reuse the source's memory, were it free already
         pending.wait()
         assert (target == round_).all()
+
+
+def test_products_with_an_odd_vocabulary_are_padded_and_near_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large enough to be worth it: 1,023 words, 512 tokens of width 512."""
+    padded, align = [], passes.align_products
+
+    def align_products(gm: fx.GraphModule) -> fx.GraphModule:
+        padded.extend(align(gm).graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default))
+        return gm
+
+    monkeypatch.setattr(passes, "align_products", align_products)
+    torch.manual_seed(3)
+    eager = GPT(layers=1, width=512, heads=8, vocabulary=1023, length=128).cuda()
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, backend="zero_infinity", options={"on_refusal": "error"})
+    tokens = torch.randint(1023, (2, 4, 128), generator=torch.Generator().manual_seed(0)).cuda()
+    losses = []
+    with torch.autocast("cuda", torch.bfloat16):
+        for call in (eager, compiled):
+            losses.append(call(*tokens))
+            losses[-1].backward()
+    assert padded
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=2**-7)
+    for one, other in zip(eager.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert isinstance(other.grad, ShardedGradient)
+        assert (other.grad.full_tensor() - one.grad).norm() <= 2**-5 * one.grad.norm()
