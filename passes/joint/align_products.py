@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile.ir import ops
-from zinf_compile.passes.graph.alias import MOVES, derived_from
+from zinf_compile.passes.graph.alias import MOVES, aliased_inputs, derived_from
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, parameters, recompute
 
@@ -68,12 +69,15 @@ class _Sizes:
 
     @classmethod
     def of(cls, node: fx.Node, devices: Collection[str]) -> _Sizes | None:
-        """Return those of a product of 16-bit matrices on one of the devices, all known; None for any other."""
+        """Return those of a product of 16-bit matrices on one of the devices, all known; None for any other.
+
+        Also for batches that share a matrix: padded, each would have its own.
+        """
         first, second, result = (fake_value(n) for n in (*_factors(node), node))
         if first.device.type not in devices or first.dtype not in (torch.bfloat16, torch.float16) or second.dtype != first.dtype:
             return None
         numbers = (*first.shape, *first.stride(), *second.shape, *second.stride(), *result.shape)
-        if not all(isinstance(number, int) for number in numbers):
+        if not all(isinstance(number, int) for number in numbers) or _is_expanded(first) or _is_expanded(second):
             return None
         (m, k), n = first.shape[-2:], second.shape[-1]
         step = ROW_BYTES // first.element_size()
@@ -89,14 +93,14 @@ class _Sizes:
 
 
 class _Padded:
-    """Padded matrices, each made once in the forward and once in the backward."""
+    """Padded matrices, each made once in the forward, once in the backward, and once in each checkpointed region."""
 
     def __init__(self, of_units: set[fx.Node]) -> None:
         self._of_units = of_units
         self.made: dict[tuple[Any, ...], fx.Node] = {}
         """By what it is made of, the stage, and what was done to it."""
 
-    def matrix(self, build: NodeBuilder, source: fx.Node, rows: int, columns: int, stage: object) -> fx.Node:
+    def matrix(self, build: NodeBuilder, source: fx.Node, rows: int, columns: int, stage: tuple[Any, ...]) -> fx.Node:
         """Return a matrix with more rows and columns, in the order in memory in which it is."""
         if not rows and not columns:
             return source
@@ -108,7 +112,7 @@ class _Padded:
         padded = self._once(build, base or source, stage, (rows, columns), aten.constant_pad_nd.default, [0, columns, 0, rows])
         return self._once(build, padded, stage, "back", aten.permute.default, swapped) if turned else padded
 
-    def bias(self, build: NodeBuilder, source: fx.Node, sizes: _Sizes, stage: object) -> fx.Node:
+    def bias(self, build: NodeBuilder, source: fx.Node, sizes: _Sizes, stage: tuple[Any, ...]) -> fx.Node:
         """Return what is added to a product, with as many rows and columns as that gets; what is broadcast stays so."""
         shape = fake_value(source).shape
         columns = sizes.pads.get("n", 0) if shape and shape[-1] != 1 else 0
@@ -118,7 +122,7 @@ class _Padded:
         pads = [0, columns, 0, rows] if rows else [0, columns]
         return self._once(build, source, stage, (rows, columns), aten.constant_pad_nd.default, pads)
 
-    def _once(self, build: NodeBuilder, source: fx.Node, stage: object, key: object, target: Any, *args: Any) -> fx.Node:
+    def _once(self, build: NodeBuilder, source: fx.Node, stage: tuple[Any, ...], key: object, target: Any, *args: Any) -> fx.Node:
         made = self.made.get((source, stage, key))
         if made is None:
             made = self.made[source, stage, key] = build(target, source, *args)
@@ -127,12 +131,13 @@ class _Padded:
             if made in self._of_units:
                 recompute(made)  # what is made of a gathered unit is not saved for the backward
             else:
-                made.meta.pop("recompute", None)
+                _leave_open(made)
         return made
 
 
 def _pad(node: fx.Node, sizes: _Sizes, padded: _Padded) -> None:
-    place, pads, stage = _FACTORS[node.target], sizes.pads, node.meta.get("partitioner_tag")
+    place, pads = _FACTORS[node.target], sizes.pads
+    stage = tuple(node.meta.get(key) for key in ("partitioner_tag", "recompute", "ac_graph_id"))
     m, k, n = (pads.get(name, 0) for name in "mkn")
     build = NodeBuilder(node.graph, node)
     first, second = _factors(node)
@@ -144,7 +149,7 @@ def _pad(node: fx.Node, sizes: _Sizes, padded: _Padded) -> None:
     for pad, dim, size in ((m, dims - 2, sizes.m), (n, dims - 1, sizes.n)):
         if pad:
             result = build(aten.slice.Tensor, result, dim, 0, size)
-            result.meta.pop("recompute", None)
+            _leave_open(result)
     changed = _strides_behind(node, fake_value(result))
     if changed is None:
         return  # what was made is dead code
@@ -153,35 +158,62 @@ def _pad(node: fx.Node, sizes: _Sizes, padded: _Padded) -> None:
     node.replace_all_uses_with(result)
 
 
+def _leave_open(node: fx.Node) -> None:
+    """Let the partitioner decide about what a product needs that is to be saved; what runs again does as the product does."""
+    if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
+        del node.meta["recompute"]
+
+
 def _strides_behind(node: fx.Node, value: torch.Tensor) -> dict[fx.Node, torch.Tensor] | None:
     """Return the values behind a node that are laid out in another way if its value is; None where that can't be.
 
-    It can't where the graph returns one of them, or an operator refuses it.
+    It can't where the graph returns one of them, where an operator refuses it, reads memory by addresses, or is not PyTorch's.
     """
-    own = fake_value(node)
-    if own.stride() == value.stride():
+    if fake_value(node).stride() == value.stride():
         return {}
-    changed: dict[fx.Node, torch.Tensor] = {node: value}
+    changed: dict[fx.Node, torch.Tensor] = {}
+    values, shared = {node: value}, {node}
     mode = value.fake_mode  # type: ignore[attr-defined]
     user = node.next
     while user.op != "root":
-        if any(source in changed for source in user.all_input_nodes):
-            if user.op != "call_function" or not isinstance(user.target, torch._ops.OpOverload):
+        if shared.intersection(user.all_input_nodes):
+            found = None if _reads_addresses(user) else _evaluated(user, values, mode)
+            if found is None:
                 return None
-            args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: changed.get(n, n.meta.get("val")))
-            try:
-                with mode:
-                    found = user.target(*args, **kwargs)
-            except (RuntimeError, ValueError):
-                return None
-            known = user.meta.get("val")
-            if not isinstance(found, torch.Tensor) or not isinstance(known, torch.Tensor):
-                return None
-            if found.stride() != known.stride():
-                changed[user] = found
+            if found.stride() != fake_value(user).stride():
+                changed[user] = values[user] = found
+                shared.add(user)
+            elif shared.intersection(aliased_inputs(user)):
+                shared.add(user)
         user = user.next
-    del changed[node]
     return changed
+
+
+def _reads_addresses(node: fx.Node) -> bool:
+    """Say whether an operator may depend on where its inputs' elements lie, other than by their strides."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    return node.target.namespace not in ("aten", "prims") or "as_strided" in node.target.name()
+
+
+def _evaluated(node: fx.Node, values: Mapping[fx.Node, torch.Tensor], mode: Any) -> torch.Tensor | None:
+    """Return the fake result of an operator, given `values` in the place of some of its inputs'; None where it has none."""
+    known = node.meta.get("val")
+    if not isinstance(known, torch.Tensor) or any(not isinstance(stride, int) for stride in known.stride()):
+        return None
+    if any("val" not in source.meta for source in node.all_input_nodes):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["val"]))
+    try:
+        with mode:
+            found = node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception:  # whatever the operator says: the product stays as it is
+        return None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _is_expanded(matrix: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
 
 
 def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -28,6 +28,9 @@ from .ranges import FreeRanges
 GRANULE = 512
 """Bytes to which ranges are rounded: what kernels may expect of the beginning of a tensor, as PyTorch's allocators give it."""
 
+_BY_DLPACK = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Types in which loans are made: the usual ones, which DLPack knows in every PyTorch. Others are views of bytes."""
+
 _NO_END = 1 << 62
 
 _Events = Mapping[torch.Stream, torch.Event | None]
@@ -118,6 +121,7 @@ class DeviceArena:
             with torch.inference_mode(False), torch.no_grad():
                 return self.lend_together(numels, dtype)
         to_bytes = format_of(dtype).bytes
+        made_as = dtype if dtype in _BY_DLPACK else torch.uint8
         with self._lock:
             self._let_go = False
             stream = torch.accelerator.current_stream(self._device)
@@ -127,9 +131,9 @@ class DeviceArena:
             try:
                 for numel in numels:
                     if size := to_bytes(numel):
-                        tensor, of_arena = self._lend(numel, dtype, size, stream)
+                        tensor, of_arena = self._lend(numel if made_as is dtype else size, made_as, size, stream)
                         taken += of_arena
-                        lent.append(tensor)
+                        lent.append(tensor if made_as is dtype else tensor.view(dtype))
                     else:
                         lent.append(torch.empty(numel, dtype=dtype, device=self._device))
             finally:

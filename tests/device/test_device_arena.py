@@ -51,6 +51,18 @@ def test_the_same_loans_have_the_same_addresses_and_nothing_is_allocated() -> No
     assert idle[0] == arena.held_bytes() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_loans_of_every_type_begin_where_their_storage_does(dtype: torch.dtype) -> None:
+    arena = DeviceArena(LATE)
+    for _ in range(4):  # beyond the arena, then in it
+        lent = arena.lend_together([5, 0, 700], dtype)
+        assert [tensor.dtype for tensor in lent] == [dtype] * 3
+        assert [tensor.numel() for tensor in lent] == [5, 0, 700]
+        assert [tensor.storage_offset() for tensor in lent] == [0, 0, 0]
+        assert [tensor.untyped_storage().nbytes() for tensor in lent] == [5 * dtype.itemsize, 0, 700 * dtype.itemsize]
+        lent.clear()
+
+
 def test_memory_is_lent_again_after_the_last_view_of_it() -> None:
     arena = DeviceArena(LATE)
     warm(arena, [2 * FLOATS])

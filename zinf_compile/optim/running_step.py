@@ -112,16 +112,17 @@ def _fill(optimizer: Optimizer, running: RunningStep) -> None:
 
 def _fill_states(optimizer: Optimizer, running: RunningStep, parameter: ShardedParameter, shard: torch.Tensor) -> None:
     """Give a shard its states, by those that it had in the last step where they are in the same memory."""
-    given, flat, unit = without_note(optimizer.state[parameter]), record_of(optimizer).flat, parameter._zinf_unit
-    known = flat.get(id(parameter))
-    filled = None if known is None else known.of(given)
+    states, flat, unit = optimizer.state[parameter], record_of(optimizer).flat, parameter._zinf_unit
+    given, known = without_note(states), flat.get(id(parameter))
+    plain = type(states) is dict  # another mapping may make a tensor of its own for each who asks
+    filled = None if known is None or not plain else known.of(given)
     if filled is None:
         filled = {k: shard_state(v, unit, k, optimizer) for k, v in given.items()}
-        known = FlatStates(given, filled) if _in_place(given, filled) else None
+        known = FlatStates(given, filled) if plain and _in_place(given, filled) else None
     if known is not None:
         flat[id(parameter)] = known
         running.filled_bytes += known.bytes
-        if unit.shard_group.size == 1 or is_noted(optimizer.state[parameter]):
+        if unit.shard_group.size == 1 or is_noted(states):
             running.filled[shard] = {name: (value, _place(value)) for name, value in filled.items()}
     running.optimizer.state[shard] = filled
 

@@ -105,6 +105,8 @@ def _release(record: OptimizerRecord) -> None:
     known = record.state_bytes or {}
     _forget(known)
     known.clear()
+    record.filled_bytes = None
+    record.flat.clear()
 
 
 def _forget(known: dict[Ledger, int]) -> None:

@@ -78,6 +78,13 @@ def test_a_bias_is_padded_with_what_it_is_added_to_and_views_follow_the_strides(
     [
         ("t = t(w); y = mm(x, t); return (y,)", {"x": matrix(2, 16), "w": weight(11, 16)}),  # the caller gets these strides
         ("t = t(w); y = mm(x, t); v = view(y, [22]); a = relu(v); return (a,)", {"x": matrix(2, 16), "w": weight(11, 16)}),
+        ("y = mm(x, w); s = as_strided(y, [5, 6], [6, 1]); return (neg(s),)", {"x": matrix(4, 16), "w": weight(16, 11)}),
+        (
+            "y = mm(x, w); p = select(y, 0, 1); s = as_strided(p, [5], [2]); return (neg(s),)",
+            {"x": matrix(4, 16), "w": weight(16, 11)},
+        ),
+        ("t = t(w); e = expand(t, [4, 16, 11]); y = bmm(x, e); return (neg(y),)", {"x": matrix(4, 9, 16), "w": weight(11, 16)}),
+        ("y = mm(x, w); m = aminmax(y); a = m[0]; return (a,)", {"x": matrix(4, 16), "w": weight(16, 11)}),  # several results
         ("y = mm(x, w); a = relu(y); return (a,)", {"x": matrix(2, 16), "w": weight(16, 24)}),  # aligned
         ("p = t(x); y = mm(p, w); a = relu(y); return (a,)", {"x": matrix(16, 11, dtype=torch.float32), "w": unit(16, 24)}),
         ("y = mm(x, w); a = relu(y); return (a,)", {"x": matrix(11, 16), "w": weight(16, 24)}),  # nothing lies in rows of 11
@@ -108,6 +115,20 @@ def test_what_is_made_of_a_unit_is_recomputed_and_the_product_saved() -> None:
         "slice_tensor": None,
         "a": None,
     }
+
+
+def test_what_runs_again_with_a_product_is_not_shared_with_others() -> None:
+    """A pad in a checkpointed region is recomputed with it: unmarked, it would be saved."""
+    text = "t = t(d); y = mm(t, x); z = mm(d, w); a = neg(z); return (y, a)"
+    gm = graph_of(text, d=matrix(32, 11), x=matrix(32, 16), w=weight(11, 16))
+    for number, product in enumerate(node for node in gm.graph.nodes if node.name in "yz"):
+        product.meta["recompute"], product.meta["ac_graph_id"] = CheckpointPolicy.PREFER_RECOMPUTE, number
+    marks = {
+        (node.name, node.meta.get("recompute"), node.meta.get("ac_graph_id"))
+        for node in align(gm).graph.nodes
+        if node.target is torch.ops.aten.constant_pad_nd.default and node.args[0].name == "d"
+    }
+    assert {mark[1:] for mark in marks} == {(CheckpointPolicy.PREFER_RECOMPUTE, 0), (CheckpointPolicy.PREFER_RECOMPUTE, 1)}
 
 
 @settings(max_examples=40, deadline=None)
