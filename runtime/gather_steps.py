@@ -146,7 +146,7 @@ def perform_waits(steps: Sequence[Wait], frees: Sequence[Sequence[int]], run: Ru
     if to_cast:
         handles: list[GatherHandle] = [registers[steps[number].handle] for number in to_cast]
         arrived = tuple(handle.full.nbytes for handle in handles)
-        cast = tuple(handle.full.numel() * handle.dtype.itemsize for handle in handles if handle.dtype is not None)
+        cast = tuple(format_of(handle.dtype).bytes(handle.full.numel()) for handle in handles if handle.dtype is not None)
         del handles
         for batch in cast_order(arrived, cast):
             _cast_and_free([to_cast[i] for i in batch], steps, frees, run)

@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.formats import format_of
 from zinf_compile.passes.graph.alias import MOVES, aliased_inputs, derived_from
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, parameters, recompute
@@ -80,7 +81,7 @@ class _Sizes:
         if not all(isinstance(number, int) for number in numbers) or _is_expanded(first) or _is_expanded(second):
             return None
         (m, k), n = first.shape[-2:], second.shape[-1]
-        step = ROW_BYTES // first.element_size()
+        step = format_of(first.dtype).numel_within(ROW_BYTES)
         named = {"m": m, "k": k, "n": n}
         long = {_rows(first, "k", "m"), _rows(second, "n", "k"), "n"}
         return cls(m, k, n, {name: -size % step for name, size in named.items() if name in long and size % step and size > step})

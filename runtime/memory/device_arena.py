@@ -174,7 +174,7 @@ class DeviceArena:
             leased = torch.empty(numel, dtype=dtype, device=self._device)
         else:
             _wait(stream, events)
-            leased = tensor_on_storage(self._arena_as(dtype), (numel,), (1,), start // dtype.itemsize)
+            leased = tensor_on_storage(self._arena_as(dtype), (numel,), (1,), format_of(dtype).numel_within(start))
         lease = _Lease(start, length, size, stream, fresh=fresh)
         number = next(self._numbers)
         self._leases[number] = lease
