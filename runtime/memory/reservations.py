@@ -130,19 +130,19 @@ class Reservations:
         """The same, for host memory beside the device."""
         return max((reservation.passing_host for reservation in self._made), default=0)
 
-    def works(self, side: Tier, held: int, *, second: int = 0) -> int:
-        """Return a cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
+    def works(self, side: Tier, held: int, *, second: int = 0, unforeseen: bool = False) -> int:
+        """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
 
         `second`: bytes of gradients that backwards make beside earlier ones.
-        Where more is held than was planned for, that plan has room to run further ahead, and takes it. The cap is then
-        the smallest, unless the plan may keep more units (`keeps_more`): a smaller one may do where it has room for few of them.
+        Where more is held than was planned for, that plan has room to run further ahead, and takes it. `unforeseen`: no plan
+        knows what is held beyond that, and may keep more units in its room (`keeps_more`): a smaller cap may do as well.
         """
         number = _SIDES.index(side)
         found = [
             (
                 held + second * made.backward + made.least[number],
                 made.works[number],
-                made.wish[number] + (made.keepable if side == Tier.DEVICE else 0),
+                made.wish[number] + (made.keepable if unforeseen and side == Tier.DEVICE else 0),
             )
             for made in self._made
         ]

@@ -57,9 +57,9 @@ def test_autocast_of_a_gpt_is_bitwise_eager_on_weights_cast_as_they_are_gathered
     counted: list[torch.dtype] = []
     track = Ledger.track
 
-    def note(self: Ledger, kind: Kind, tensor: torch.Tensor) -> None:
-        counted.extend([tensor.dtype] if kind == "gathered" else [])
-        track(self, kind, tensor)
+    def note(self: Ledger, kind: Kind, *tensors: torch.Tensor) -> None:
+        counted.extend(tensor.dtype for tensor in tensors if kind == "gathered")
+        track(self, kind, *tensors)
 
     monkeypatch.setattr(Ledger, "track", note)
     case = Case(

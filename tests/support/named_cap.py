@@ -7,5 +7,5 @@ import re
 
 def named_cap(refusal: object) -> int:
     """Return the `device_memory` that works, in bytes, as an error or its text says: the smallest, where that is known."""
-    (found,) = re.findall(r"(?:smallest|[Aa] device_memory|smallest device_memory) that works is ([\d,]+)", str(refusal))
+    (found,) = re.findall(r"(?:[Tt]he smallest(?: device_memory)?|[Aa] device_memory) that works is ([\d,]+)", str(refusal))
     return int(found.replace(",", ""))

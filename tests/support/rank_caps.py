@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from named_cap import named_cap
 from rank_reduce_dtype import build, prepare, smallest_cap
 from tiers import compiled, context_of, in_pieces, words
 
@@ -46,8 +47,7 @@ def refused(call: Callable[[], object], rank: int) -> int:
         call()
     said = str(caught.value)
     assert ("of rank 1." in said) == (rank == 0), said
-    named = re.findall(r"[Tt]he smallest(?: \w+)? that works is ([\d,]+)", said)
-    return same_on_all(int(named[0].replace(",", "")))
+    return same_on_all(named_cap(said))
 
 
 def caps_of_all(rank: int, size: int) -> list[int]:

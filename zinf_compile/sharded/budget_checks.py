@@ -123,20 +123,14 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     needed = held + slots + states + passing + staying
     if needed > cap:
         more = gradient_bytes(context, context.units)[side]
-        works = claims.works(side, held + slots + states + staying, second=more)
+        works = claims.works(side, held + slots + states + staying, second=more, unforeseen=True)
         second = f", with {more:,} for second gradients while they accumulate" if more else ""
-        named = _name_cap(context, side, works)
+        named = name_cap(context, side, works, smallest=not claims.keeps_more or works <= claims.planned(side))
         raise BudgetError(
             f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "
             f"its chunks, {passing:,} are gathered or reduced at once{_that_stay(staying)}. {cap:,} are allowed; nothing was "
             f"updated. {named[0].upper()}{named[1:]}{second}" + ("; optimizer='nvme' keeps states on a drive" if states else "")
         )
-
-
-def _name_cap(context: Context, side: Tier, works: int) -> str:
-    """Name a cap that `Reservations.works` has found."""
-    claims = context.memory.reservations
-    return name_cap(context, side, works, smallest=not claims.keeps_more or works <= claims.planned(side))
 
 
 def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> dict[Tier, Lack]:
@@ -175,7 +169,7 @@ def refuse_second_gradients(context: Context, lacks: Mapping[Tier, Lack]) -> NoR
     text = refusal_text(
         context,
         lacks,
-        lambda side, works: _name_cap(context, side, works),
+        lambda side, works: name_cap(context, side, works),
         what="a second backward before the step",
     )
     raise BudgetError(f"{text}; grads='nvme' keeps gradients on a drive")
