@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -84,31 +85,16 @@ def train(
     return [*(p.detach().clone() for p in model.parameters()), *states], held
 
 
-class Copying(MutableMapping[str, Any]):
+class Copying(UserDict[str, Any]):
     """States that everybody gets a copy of, as those that lie elsewhere."""
 
-    def __init__(self, states: dict[str, Any]) -> None:
-        self.states = states
-
     def __getitem__(self, name: str) -> Any:
-        return self.states[name].clone()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.states[name] = value.clone()
-
-    def __delitem__(self, name: str) -> None:
-        del self.states[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.states)
-
-    def __len__(self) -> int:
-        return len(self.states)
+        return super().__getitem__(name).clone()
 
 
 def copied(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
     if isinstance(parameter, ShardedParameter):  # eager would lose what it changes in place
-        optimizer.state[parameter] = Copying(dict(optimizer.state[parameter]))
+        optimizer.state[parameter] = Copying(optimizer.state[parameter])
 
 
 @pytest.mark.parametrize("change", [turned, in_place, data, dropped, loaded, copied])

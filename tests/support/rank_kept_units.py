@@ -163,36 +163,30 @@ def keep_what_fits(rank: int, size: int, ranks_alike: bool) -> list[int]:
     return received
 
 
-class Deep(nn.Module):
-    """Products of more bytes than transfers hold that run ahead."""
+class Deep(Plain):
+    """With 24 layers, of which a few are in flight at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(96, 96, bias=False) for _ in range(24))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([x, x, x], -1)[:, :96]
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().mean()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(24))
 
 
-class Averages(torch.optim.Optimizer):
-    """Keeps eight averages of each gradient: six states more than the plan expects."""
+class Many(torch.optim.Optimizer):
+    """Keeps four states, or more, for each element."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
+    def __init__(self, parameters: Any, *, states: int = 4) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+        self._states = states
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                for number in range(8):
-                    mean = self.state[p].setdefault(f"mean {number}", torch.zeros_like(p))
-                    mean.mul_(0.5 + number / 20).add_(p.grad)
-                    p.add_(mean, alpha=-group["lr"])
+            for parameter in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[parameter]
+                for number in range(self._states):
+                    moment = state.setdefault(f"moment {number}", torch.zeros_like(parameter))
+                    moment.lerp_(parameter.grad, 0.1 * (number + 1))
+                    parameter.add_(moment, alpha=-group["lr"])
 
 
 def caps_for_more_states(rank: int, size: int, word: bool | str) -> tuple[str, list[int]]:
@@ -201,7 +195,7 @@ def caps_for_more_states(rank: int, size: int, word: bool | str) -> tuple[str, l
 
     def train(cap: int) -> Run:
         run = Run(rank, {**options, "device_memory": cap}, Deep)
-        run.optimizer = Averages([p for p in run.model.parameters() if p.requires_grad])
+        run.optimizer = Many(run.model.parameters(), states=8)
         for _ in range(2):
             run.call(run.batch()).backward()
             run.optimizer.step()

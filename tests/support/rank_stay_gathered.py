@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from named_cap import named_cap
 from rank_gradients_at_step import Broken
-from rank_kept_units import WIDTH, Plain, Run, Tied, least_cap_of, train_alike
+from rank_kept_units import WIDTH, Deep, Many, Plain, Run, Tied, least_cap_of, train_alike
 from torch import nn
 from training import BACKEND
 
@@ -175,23 +175,6 @@ def another_model_is_gone(rank: int, size: int) -> None:
     call(first.batch()).backward()
 
 
-class Many(torch.optim.Optimizer):
-    """Keeps four states for each element."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1e-3})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in [p for p in group["params"] if p.grad is not None]:
-                state = self.state[parameter]
-                for number in range(4):
-                    moment = state.setdefault(f"moment {number}", torch.zeros_like(parameter))
-                    moment.lerp_(parameter.grad, 0.1 * (number + 1))
-                    parameter.add_(moment, alpha=-group["lr"])
-
-
 def states_within_cap(rank: int, size: int) -> tuple[int, int]:
     """An optimizer with more states than were planned for is refused by a cap that holds, with what stays."""
     least = []
@@ -216,14 +199,6 @@ def states_within_cap(rank: int, size: int) -> tuple[int, int]:
         assert zinf_compile.stats(run.model)["memory"]["device"]["peak"]["all"] <= caps[-1]
         least.append(caps[-1])
     return least[0], least[1]
-
-
-class Deep(Plain):
-    """With 24 layers, of which a few are in flight at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(24))
 
 
 def least_cap(rank: int, size: int) -> tuple[int, int]:
