@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
@@ -169,7 +170,7 @@ def refuse_second_gradients(context: Context, lacks: Mapping[Tier, Lack]) -> NoR
     text = refusal_text(
         context,
         lacks,
-        lambda side, works: name_cap(context, side, works),
+        functools.partial(name_cap, context),
         what="a second backward before the step",
     )
     raise BudgetError(f"{text}; grads='nvme' keeps gradients on a drive")

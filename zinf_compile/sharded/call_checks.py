@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from zinf_compile.errors import BudgetError
@@ -40,4 +41,4 @@ class CallChecks:
         if self._makes_gradients:
             refuse_second_gradients(context, lacks)
         what = "a call"
-        raise BudgetError(refusal_text(context, lacks, lambda side, works: name_cap(context, side, works), what=what))
+        raise BudgetError(refusal_text(context, lacks, partial(name_cap, context), what=what))
