@@ -1,4 +1,9 @@
-"""Reads and writes of single blocks: ordered where they overlap, staged where memory is not aligned, checked at arrival."""
+"""Reads and writes of blocks: ordered where they overlap, staged where memory is not aligned, checked at arrival.
+
+Note: Rows of blocks
+    Small blocks that lie next to one another on a drive are moved by one request, through one staging buffer: a request costs
+    more than copying a few pages does. Each block keeps the checksum of its own bytes, so that it can be moved by itself as well.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +11,43 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from zinf_compile.errors import StoreError, StoreRequestError, ZinfError
+from zinf_compile.ir.sizes import round_up
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
 from zinf_compile.runtime.lanes.wait_times import record_wait
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 
 from .block_checksums import BlockChecks
-from .engine import Engine, File, Request
+from .engine import Engine, File, Request, crc32c
 from .extents import Block
 
 _PATIENCE_S = 0.05
 """Until the next look for a staging buffer, where others' are about to come back."""
 
 
-class Piece:
-    """One block in flight. Any thread may finish it: the first does, the others wait for it."""
+Part = tuple[Block, torch.Tensor]
+"""A block, and the memory that it is read to, or written from: as many bytes."""
 
-    def __init__(self, io: BlockIO, block: Block, data: torch.Tensor, staging: torch.Tensor | None, *, write: bool) -> None:
-        self.block = block
-        self.data = data
+
+class Piece:
+    """One block in flight, or a row of them. Any thread may finish it: the first does, the others wait for it."""
+
+    def __init__(self, io: BlockIO, parts: Sequence[Part], staging: torch.Tensor | None, *, write: bool) -> None:
+        self.parts = parts
         self.staging = staging
         self.write = write
         self.error: Exception | None = None
         self.times: tuple[float, float] | None = None
         """When the drive was busy with it, once it is over."""
         self._io = io
-        self._stream = torch.accelerator.current_stream(data.device) if data.device.type != "cpu" else None
+        device = parts[0][1].device
+        self._stream = torch.accelerator.current_stream(device) if device.type != "cpu" else None
+        self.checksums: Sequence[int] = ()
+        """Of the blocks of a row that is written."""
         self._request: Request | None = None
         self._over = False
         self._lock = threading.Lock()
@@ -79,7 +91,8 @@ class Piece:
             self._io.check(self, self._request.wait())
             if not self.write and self.staging is not None:
                 with self._stream or contextlib.nullcontext():
-                    self.data.copy_(self.staging[: self.data.numel()])
+                    for start, data in self._io.places(self):
+                        data.copy_(self.staging[start : start + data.numel()])
         except Exception as error:
             if not self._request.done():  # it was given up, and the drive may still write to the staging buffer
                 self._io.lose_staging(self)
@@ -95,8 +108,9 @@ class Piece:
         self._io.leave(self)
 
     def _explain(self, error: Exception) -> ZinfError:
-        what = f"cannot {'write' if self.write else 'read'} {self._io.describe(self.block)}: {error}"
-        folder = self._io.folder(self.block)
+        first, last = self.parts[0][0], self.parts[-1][0]
+        blocks = self._io.describe(first) + ("" if first is last else f" to {self._io.describe(last)}")
+        what, folder = f"cannot {'write' if self.write else 'read'} {blocks}: {error}", self._io.folder(first)
         explained = StoreError(error.errno, what, folder) if isinstance(error, OSError) else StoreRequestError(what)
         explained.__cause__ = error
         return explained
@@ -134,65 +148,100 @@ class BlockIO:
         """Start to read a block into `data`, its bytes, or to write it from there. Raises where there is nothing to read."""
         alignment = self._files[block.device].alignment
         direct = data.device.type == "cpu" and not (data.data_ptr() % alignment or block.size % alignment)
-        staging = None if direct else self._take_staging(-(-block.size // alignment) * alignment)
-        piece = Piece(self, block, data, staging, write=write)
+        return self._begin([(block, data)], None if direct else self._take_staging(self._padded(block)), write=write)
+
+    def begin_row(self, parts: Sequence[Part], *, write: bool) -> Piece:
+        """Start to read blocks that lie next to one another on a drive into host memory, or to write them, by one request.
+
+        See Note: Rows of blocks. All of them together are staged.
+        """
+        if len(parts) == 1:
+            return self.begin(*parts[0], write=write)
+        return self._begin(parts, self._take_staging(sum(self._padded(block) for block, _ in parts)), write=write)
+
+    def _begin(self, parts: Sequence[Part], staging: torch.Tensor | None, *, write: bool) -> Piece:
+        piece = Piece(self, parts, staging, write=write)
         try:
             while not piece.start():
-                self.finish_earlier(block, write=write)
+                self._finish_earlier(piece)
         except BaseException:
             if piece.staging is not None:
                 self._staging.give_back(piece.staging)
             raise
         return piece
 
-    def finish_earlier(self, block: Block, *, write: bool) -> None:
-        """Finish what a read, or a write, of the block must come after."""
+    def _finish_earlier(self, piece: Piece) -> None:
+        """Finish what a read, or a write, of the blocks must come after."""
         with self._lock:
-            earlier = self._rivals(block, write=write)
-        for piece in earlier:
-            piece.finish()
+            earlier = self._rivals(piece)
+        for other in earlier:
+            other.finish()
 
     def drain(self) -> None:
         """Finish everything under way."""
         with self._lock:
-            pieces = [piece for under_way in self._under_way.values() for piece in under_way]
+            pieces = dict.fromkeys(piece for under_way in self._under_way.values() for piece in under_way)
         for piece in pieces:
             piece.finish()
 
     def admit(self, piece: Piece) -> bool:
         """Register a piece as under way, unless another one must be finished first; return whether it was."""
         with self._lock:
-            if self._rivals(piece.block, write=piece.write):
+            if self._rivals(piece):
                 return False
-            if piece.write:
-                self._checks.begin_write(piece.block)
-            else:
-                self._checks.begin_read(piece.block)
-            self._under_way[piece.block.number].append(piece)
+            begin = self._checks.begin_write if piece.write else self._checks.begin_read
+            for block, _ in piece.parts:
+                begin(block)
+            for block, _ in piece.parts:
+                self._under_way[block.number].append(piece)
             if piece.staging is not None:
                 self._staging.hold(piece)
             return True
 
     def submit(self, piece: Piece) -> Request:
         """Hand a piece to the engine."""
-        file, offset = self._files[piece.block.device], piece.block.offset
+        first = piece.parts[0][0]
         if piece.staging is None:
-            memory = piece.data
+            memory = piece.parts[0][1]
         else:
-            alignment = file.alignment
-            memory = piece.staging[: -(-piece.block.size // alignment) * alignment]
+            memory = piece.staging[: sum(self._padded(block) for block, _ in piece.parts)]
             if piece.write:
-                memory[: piece.block.size].copy_(piece.data)
-                memory[piece.block.size :].zero_()
+                for (block, data), (start, _) in zip(piece.parts, self.places(piece), strict=True):
+                    memory[start : start + block.size].copy_(data)
+                    memory[start + block.size : start + self._padded(block)].zero_()
         transfer = self._engine.write if piece.write else self._engine.read
-        return transfer(file, offset, memory, checksum=self._verify)
+        alone = len(piece.parts) == 1
+        if piece.write and self._verify and not alone:
+            piece.checksums = self._checksums_of(piece)
+        return transfer(self._files[first.device], first.offset, memory, checksum=self._verify and alone)
 
     def check(self, piece: Piece, checksum: int | None) -> None:
         """Record what was written, compare what was read."""
-        if piece.write:
-            self._checks.end_write(piece.block, checksum)
-        else:
-            self._checks.end_read(piece.block, checksum)
+        found: Sequence[int | None] = [checksum]
+        if len(piece.parts) > 1:
+            found = piece.checksums if piece.write or not self._verify else self._checksums_of(piece)
+        end = self._checks.end_write if piece.write else self._checks.end_read
+        for (block, _), each in zip(piece.parts, found or [None] * len(piece.parts), strict=True):
+            end(block, each)
+
+    def places(self, piece: Piece) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the memory of each block, behind where it is in the staging buffer."""
+        start = 0
+        for block, data in piece.parts:
+            yield start, data
+            start += self._padded(block)
+
+    def _checksums_of(self, piece: Piece) -> list[int]:
+        assert piece.staging is not None, "a row is staged"
+        starts = (start for start, _ in self.places(piece))
+        return [
+            crc32c(piece.staging[start : start + self._padded(block)])
+            for start, (block, _) in zip(starts, piece.parts, strict=True)
+        ]
+
+    def _padded(self, block: Block) -> int:
+        """Return the bytes of a block with what follows it up to the alignment of its file."""
+        return round_up(block.size, self._files[block.device].alignment)
 
     def leave(self, piece: Piece) -> None:
         """Forget a piece that is over."""
@@ -209,16 +258,18 @@ class BlockIO:
 
     def withdraw(self, piece: Piece) -> None:
         """Register a piece no longer."""
-        number = piece.block.number
         with self._lock:
-            if piece in self._under_way.get(number, ()):
-                self._under_way[number].remove(piece)
-                if not self._under_way[number]:
-                    del self._under_way[number]
+            for number in [block.number for block, _ in piece.parts]:
+                if piece in self._under_way.get(number, ()):
+                    self._under_way[number].remove(piece)
+                    if not self._under_way[number]:
+                        del self._under_way[number]
         self._staging.forget(piece)
 
-    def _rivals(self, block: Block, *, write: bool) -> list[Piece]:
-        return [piece for piece in self._under_way.get(block.number, ()) if write or piece.write]
+    def _rivals(self, piece: Piece) -> list[Piece]:
+        under_way = self._under_way
+        others = (other for block, _ in piece.parts for other in under_way.get(block.number, ()))
+        return [other for other in others if piece.write or other.write]
 
     def _take_staging(self, size: int) -> torch.Tensor:
         while (buffer := self._staging.take(size)) is None:

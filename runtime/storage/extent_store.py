@@ -15,13 +15,13 @@ from types import TracebackType
 import torch
 
 from zinf_compile.errors import StoreError, StoreRequestError, StoreWarning
-from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES
+from zinf_compile.ir.sizes import BLOCK_BYTES, ROW_BYTES, SMALL_BYTES, STAGING_BYTES
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.system.accelerator import is_initialized
 from zinf_compile.runtime.system.filesystem import look_up
 
 from .block_checksums import BlockChecks
-from .block_io import BlockIO, Piece
+from .block_io import BlockIO, Part, Piece
 from .drive_speed import measure_shares
 from .engine import Engine, File
 from .extents import Block, Key, Layout
@@ -157,6 +157,14 @@ class Store:
         """Start to write an extent from a tensor of its size; with `offset`, as many bytes from there as the tensor has."""
         return self._begin(key, source, offset, write=True)
 
+    def read_together(self, rows: Sequence[tuple[Key, torch.Tensor]]) -> Transfer:
+        """Start to read extents, each into a tensor of its size; small ones that lie next to one another by one request."""
+        return self._begin_together(rows, write=False)
+
+    def write_together(self, rows: Sequence[tuple[Key, torch.Tensor]]) -> Transfer:
+        """Start to write extents, each from a tensor of its size; small ones that lie next to one another by one request."""
+        return self._begin_together(rows, write=True)
+
     def close(self) -> None:
         """Wait for transfers in flight, then close the files, which frees their space. Does nothing in a forked child."""
         if self._closed:
@@ -193,27 +201,39 @@ class Store:
         raise AssertionError("the last attempt returns or raises")
 
     def _begin(self, key: Key, tensor: torch.Tensor, offset: int | None, *, write: bool) -> Transfer:
+        io = self._open_io(key, write=write)
+        parts = self._parts(key, tensor, offset)
+        return _started(io.begin(block, part, write=write) for block, part in parts)
+
+    def _begin_together(self, rows: Sequence[tuple[Key, torch.Tensor]], *, write: bool) -> Transfer:
+        small, others = dict[Block, torch.Tensor](), list[list[Part]]()
+        io = self._open_io(rows[0][0] if rows else "", write=write)
+        for key, tensor in rows:
+            parts = self._parts(key, tensor, None)
+            if len(parts) == 1 and parts[0][0].size <= SMALL_BYTES and tensor.device.type == "cpu" and parts[0][0] not in small:
+                small.update(parts)
+            else:
+                others += [[part] for part in parts]
+        groups = self.layout.adjacent(small, min(ROW_BYTES, self.staging.cap_bytes))
+        together = [[(block, small[block]) for block in group] for group in groups]
+        return _started(io.begin_row(parts, write=write) for parts in [*together, *others])
+
+    def _open_io(self, key: Key, *, write: bool) -> BlockIO:
         if os.getpid() != self._pid:
             raise StoreRequestError(f"this store belongs to process {self._pid}, which forked this one; make one here")
         if self._closed or self._io is None:
             raise StoreRequestError(f"cannot {'write' if write else 'read'} extent {key!r}: the store is closed")
-        extent = self.layout.find(key)
-        data = _bytes_of(tensor, key)
+        return self._io
+
+    def _parts(self, key: Key, tensor: torch.Tensor, offset: int | None) -> list[Part]:
+        """Return the blocks that a transfer of an extent moves, each with its memory."""
+        extent, data, start = self.layout.find(key), _bytes_of(tensor, key), offset or 0
         if offset is None and data.numel() != extent.size:
             raise StoreRequestError(
                 f"a tensor of {data.numel():,} bytes for extent {key!r} of {extent.size:,}; for a part of it give offset= as well"
             )
-        start = 0 if offset is None else offset
-        pieces: list[Piece] = []
-        try:
-            for block in self.layout.find_blocks(extent, start, data.numel()):
-                part = data[block.start - start : block.start - start + block.size]
-                pieces.append(self._io.begin(block, part, write=write))
-        except BaseException:
-            for piece in pieces:
-                piece.finish()
-            raise
-        return Transfer(pieces)
+        blocks = self.layout.find_blocks(extent, start if offset is None else offset, data.numel())
+        return [(block, data[block.start - start : block.start - start + block.size]) for block in blocks]
 
     def _folder(self, block: Block) -> str:
         return self.folders[block.device]
@@ -221,6 +241,19 @@ class Store:
     def _describe(self, block: Block) -> str:
         where = f"offset {block.offset:,} of the store's file in {self._folder(block)!r}"
         return f"bytes [{block.start:,}, {block.start + block.size:,}) of extent {block.key!r} ({where})"
+
+
+def _started(begun: Iterable[Piece]) -> Transfer:
+    """Begin the pieces of a transfer, as they are asked for; where one raises, those that have begun are finished first."""
+    pieces: list[Piece] = []
+    try:
+        for piece in begun:
+            pieces.append(piece)
+    except BaseException:
+        for piece in pieces:
+            piece.finish()
+        raise
+    return Transfer(pieces)
 
 
 def _bytes_of(tensor: torch.Tensor, key: Key) -> torch.Tensor:

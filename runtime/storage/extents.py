@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from zinf_compile.errors import StoreRequestError
+from zinf_compile.ir.sizes import ROW_BYTES, SMALL_BYTES, round_up
 
 Key = Hashable
 """Names an extent; by convention (unit, kind of state), such as `("h.0.weight", "exp_avg")`."""
@@ -14,6 +15,9 @@ Key = Hashable
 
 FreeSpace = tuple[Hashable, int]
 """A filesystem, and the bytes that are free on it."""
+
+_ROWS = 8
+"""For each of several devices, where there is as much that is small: enough that each comes near its share."""
 
 _SPARE_PART = 20
 """One in so many bytes of free space is used only where no other filesystem has space: its own records need some."""
@@ -51,6 +55,9 @@ class Layout:
     is dealt the blocks that keep its bytes nearest to its share, so that any large extent uses all of them at once; one that
     has no space left for a block gets none. `free`: for each device its filesystem and the bytes free there; by default there is
     always space.
+
+    Small extents come first, in their order, in rows: those of one row lie next to one another on one device, so that one request
+    moves any of them that follow each other.
     """
 
     def __init__(
@@ -74,27 +81,66 @@ class Layout:
         self._spare = {filesystem: left // _SPARE_PART for filesystem, left in self._left.items()}
         self.extents: dict[Key, Extent] = {}
         self.blocks: list[Block] = []
+        sizes = dict[Key, int]()
         for key, size in extents:
-            if key in self.extents:
+            if key in sizes:
                 raise StoreRequestError(f"extent {key!r} is laid out twice; each name may occur once")
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise StoreRequestError(f"extent {key!r} of {size!r} bytes; accepted: a number of bytes, 0 or more")
+            sizes[key] = size
+        self._alignment, self._shares = alignment, shares
+        for row in self._rows(sizes):
+            self._deal([(key, 0, sizes[key]) for key in row])
+        blocks = {block.key: (block,) for block in self.blocks}
+        for key, size in sizes.items():
             first = len(self.blocks)
-            for start in range(0, size, block_bytes):
-                self._deal(key, start, min(block_bytes, size - start), alignment, shares)
-            self.extents[key] = Extent(key=key, size=size, blocks=tuple(self.blocks[first:]))
+            for start in range(0, size if key not in blocks else 0, block_bytes):
+                self._deal([(key, start, min(block_bytes, size - start))])
+            self.extents[key] = Extent(key=key, size=size, blocks=blocks.get(key) or tuple(self.blocks[first:]))
 
-    def _deal(self, key: Key, start: int, size: int, alignment: int, shares: Sequence[float]) -> None:
-        padded = -(-size // alignment) * alignment
+    def _rows(self, sizes: Mapping[Key, int]) -> list[list[Key]]:
+        """Return the small extents by row: of several devices each can be dealt some."""
+        small = {
+            key: round_up(size, self._alignment) for key, size in sizes.items() if 0 < size <= min(SMALL_BYTES, self.block_bytes)
+        }
+        devices = len(self._shares)
+        most = ROW_BYTES if devices == 1 else min(ROW_BYTES, sum(small.values()) // (_ROWS * devices))
+        rows: list[list[Key]] = []
+        room = 0
+        for key, padded in small.items():
+            if padded > room:
+                rows.append([])
+                room = max(padded, most)
+            rows[-1].append(key)
+            room -= padded
+        return rows
+
+    def _deal(self, row: Sequence[tuple[Key, int, int]]) -> None:
+        """Put blocks, (extent, start within it, size), next to one another on a device."""
+        padded = sum(round_up(size, self._alignment) for _, _, size in row)
         left = [self._left[filesystem] - padded for filesystem in self._filesystems]
         spare = [self._spare[filesystem] for filesystem in self._filesystems]
-        devices = range(len(shares))
+        devices = range(len(self._shares))
         roomy = [d for d in devices if left[d] >= spare[d]] or [d for d in devices if left[d] >= 0] or devices
-        device = min(roomy, key=lambda d: (self.file_bytes[d] + padded) / shares[d])
+        device = min(roomy, key=lambda d: (self.file_bytes[d] + padded) / self._shares[d])
         self._left[self._filesystems[device]] -= padded
-        offset = self.file_bytes[device]
-        self.file_bytes[device] += padded
-        self.blocks.append(Block(key=key, number=len(self.blocks), start=start, size=size, device=device, offset=offset))
+        for key, start, size in row:
+            offset = self.file_bytes[device]
+            self.file_bytes[device] += round_up(size, self._alignment)
+            self.blocks.append(Block(key=key, number=len(self.blocks), start=start, size=size, device=device, offset=offset))
+
+    def adjacent(self, blocks: Iterable[Block], most: int) -> list[list[Block]]:
+        """Group small blocks by what one request may move: neighbours on a device, of at most `most` bytes together."""
+        groups: list[list[Block]] = []
+        end, room = (-1, -1), 0
+        for block in sorted(blocks, key=lambda block: block.number):
+            padded = round_up(block.size, self._alignment)
+            if (block.device, block.offset) != end or padded > room:
+                groups.append([])
+                room = max(padded, most)
+            groups[-1].append(block)
+            end, room = (block.device, block.offset + padded), room - padded
+        return groups
 
     def find(self, key: Key) -> Extent:
         """Return the extent named `key`; raise `StoreRequestError` where there is none."""

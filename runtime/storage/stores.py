@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.lanes.lanes import All, Pending
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 
 from .engine import Engine
@@ -37,6 +37,13 @@ class ShardStore(Protocol):
 
     def close(self) -> None:
         """Let go of everything that is kept."""
+
+
+def move_together(store: ShardStore, rows: Sequence[tuple[Hashable, torch.Tensor]], *, write: bool) -> Pending:
+    """Start to read extents into tensors of their sizes, or to write them; by as few requests as the store knows how to."""
+    if isinstance(store, Store):
+        return store.write_together(rows) if write else store.read_together(rows)
+    return All([(store.write if write else store.read)(key, tensor) for key, tensor in rows])
 
 
 Open = Callable[[Sequence[str], Extents, Engine, BufferPool | None], ShardStore]

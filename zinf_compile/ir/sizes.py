@@ -13,6 +13,13 @@ PAGE = 4096
 BLOCK_BYTES = 4 << 20
 """Of a drive's store: checked, and staged, as one."""
 
+SMALL_BYTES = 128 << 10
+"""Of a drive's store: extents of at most so many bytes lie in rows, and are moved together. To copy one takes less time than a
+request of its own."""
+
+ROW_BYTES = 1 << 20
+"""Of a row of small extents, padded: what one request moves at most."""
+
 STAGING_BYTES = 64 << 20
 """Staging that is enough for any drive."""
 
