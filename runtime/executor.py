@@ -33,11 +33,14 @@ from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.pending_updates import Updates
 from zinf_compile.runtime.units.swap import (
     SwapHandle,
+    is_small_for_drive,
+    read_together,
     stays_on_host,
     swap_in,
     swap_in_together,
     swap_out,
     swap_out_together,
+    write_out_together,
 )
 from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.runtime.units.whole_gradient import keep_whole
@@ -145,10 +148,28 @@ def _swap_in(step: SwapIn, run: Run) -> None:
         members = _without_copies(members, run)
     if len(members) > 1 and step.dst == Tier.DEVICE and run.context.link.copies_together:
         members = _swap_in_together(members, run)
+    elif len(members) > 1 and not Tier(step.src).in_memory:
+        members = _read_together(members, step.dst, run)
     for source, out in members:
         earlier = run.registers[source] if isinstance(run.registers[source], SwapHandle) else None
         unit: Unit | Tile = run.units[source] if earlier is None else earlier.unit
         run.registers[out] = swap_in(unit, step.src, step.dst, earlier)
+
+
+def _read_together(members: Sequence[tuple[int, int]], dst: str, run: Run) -> list[tuple[int, int]]:
+    """Start the reads of those of a group that are on drives; return the other members."""
+    reads, others = list[tuple[Unit | Tile, int]](), list[tuple[int, int]]()
+    for source, out in members:
+        unit = run.units.get(source)
+        away = unit is not None and unit.backing is not None and unit.resident is None
+        if away and not isinstance(run.registers[source], SwapHandle):
+            reads.append((run.units[source], out))
+        else:
+            others.append((source, out))
+    if reads:
+        for (_, out), handle in zip(reads, read_together([unit for unit, _ in reads], dst), strict=True):
+            run.registers[out] = handle
+    return others
 
 
 def _without_copies(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[int, int]]:
@@ -192,22 +213,22 @@ def _swap_in_together(members: Sequence[tuple[int, int]], run: Run) -> list[tupl
 def _swap_out(step: SwapOut, run: Run) -> None:
     members: Sequence[tuple[int, int]] = step.members
     if len(members) > 1 and step.dst == Tier.HOST and run.context.link.copies_together:
-        members = _swap_out_together(step, run)
+        members = _leave_together(step, run, stays_on_host, swap_out_together)
+    elif len(members) > 1 and not Tier(step.dst).in_memory:
+        members = _leave_together(step, run, is_small_for_drive, write_out_together)
     for source, out in members:
         grad = run.registers[source]
         run.registers[out] = grad if grad.at_home else _hop_out(grad, step.dst)
 
 
-def _swap_out_together(step: SwapOut, run: Run) -> list[tuple[int, int]]:
-    """Start copies of those of a group that stay in host memory, several at a time; return the other members."""
+def _leave_together(step: SwapOut, run: Run, joins: Callable[..., bool], leave: Callable[..., Any]) -> list[tuple[int, int]]:
+    """Start to move those of a group that join one transfer; return the other members."""
     found = {out: run.registers[source] for source, out in step.members}
     together = {
-        out: grad
-        for out, grad in found.items()
-        if not grad.at_home and grad.together is None and stays_on_host(grad.unit, grad.shard)
+        out: grad for out, grad in found.items() if not grad.at_home and grad.together is None and joins(grad.unit, grad.shard)
     }
     if len(together) > 1:
-        leaving = swap_out_together([(grad.unit, grad.shard, grad.reduction) for grad in together.values()])
+        leaving = leave([(grad.unit, grad.shard, grad.reduction) for grad in together.values()])
         for (out, grad), (shard, pending) in zip(together.items(), leaving, strict=True):
             run.registers[out] = ReduceHandle(grad.unit, shard, pending)
     return [member for member in step.members if len(together) == 1 or member[1] not in together]

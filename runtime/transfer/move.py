@@ -5,20 +5,28 @@ Called by units, the optimizer's chunks and the loading of values; knows tensors
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
-from zinf_compile.runtime.lanes.lanes import Done, Lane, Pending
+from zinf_compile.runtime.lanes.lanes import All, Done, Lane, Pending
 from zinf_compile.runtime.lanes.stream_lane import StreamTransfer, on_stream
 from zinf_compile.runtime.memory.inflight import InflightLimit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
+
+
+class Shards(Protocol):
+    """Shards on a drive that are moved together: small ones by one request."""
+
+    def move_together(self, rows: Sequence[tuple[int, torch.Tensor, int]], *, write: bool) -> Pending:
+        """Start to read ranges of shards, or to write them: each a shard's number, host memory, and its first element."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +37,8 @@ class Location:
     on_device: bool = True
     read: Callable[[torch.Tensor], Pending] | None = None
     write: Callable[[torch.Tensor], Pending] | None = None
+    among: tuple[Shards, int, int] | None = None
+    """The shards on a drive among which it is, its number there and its first element: where it may be moved with others."""
 
 
 def on_host(tensor: torch.Tensor) -> Location:
@@ -95,6 +105,47 @@ def move(src: Location, dst: Location, *, by: Route, after: Pending | None = Non
     return copying
 
 
+def move_together(rows: Sequence[tuple[Location, torch.Tensor]], *, by: Route, write: bool) -> list[Pending]:
+    """Start hops between drives and host memory, which is there and may be used; return what to wait for, for each of `rows`.
+
+    What is `among` the same shards is moved together.
+    """
+    groups: dict[Shards | None, list[int]] = {}
+    for number, (place, _) in enumerate(rows):
+        groups.setdefault(None if place.among is None else place.among[0], []).append(number)
+    found: dict[int, Pending] = {}
+    try:
+        for shards, numbers in groups.items():
+            if shards is None or len(numbers) == 1:
+                for number in numbers:
+                    place, memory = rows[number]
+                    ends = (on_host(memory), place) if write else (place, on_host(memory))
+                    found[number] = move(*ends, by=by)
+                continue
+            if not write:
+                by.link.wait_read(*(rows[number][1] for number in numbers))
+            ranges = [(place.among[1], memory, place.among[2]) for place, memory in map(rows.__getitem__, numbers) if place.among]
+            found.update(dict.fromkeys(numbers, shards.move_together(ranges, write=write)))
+    except BaseException:  # nobody else would wait for what has begun
+        with contextlib.suppress(Exception):
+            All(list(found.values())).wait()
+        raise
+    return [found[number] for number in range(len(rows))]
+
+
+def write_together(
+    rows: Sequence[tuple[Location, torch.Tensor]], *, by: Route, after: Sequence[Pending], room: InflightLimit
+) -> Pending:
+    """Start to write what is in host memory once all of `after` is over; see `move`, and `move_together`."""
+    size = sum(memory.nbytes for _, memory in rows)
+    room.acquire(size)
+    try:
+        return by.submit(_WriteTogether(rows, after, by, room, size))
+    except BaseException:  # an interrupt while the lane is busy
+        room.release(size)
+        raise
+
+
 def move_to_host_together(
     sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, by: Route, after: Sequence[Pending], room: InflightLimit
 ) -> Pending:
@@ -151,6 +202,29 @@ class _Write:
                 self._room.release(size)
 
 
+class _WriteTogether:
+    """Writes what is in host memory once all of it is there, and holds it until it is written."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[Location, torch.Tensor]],
+        after: Sequence[Pending],
+        by: Route,
+        room: InflightLimit | None = None,
+        size: int = 0,
+    ) -> None:
+        self._rows, self._after, self._by, self._room, self._size = rows, after, by, room, size
+
+    def __call__(self) -> None:
+        try:
+            All(self._after).wait()
+            All(list(dict.fromkeys(move_together(self._rows, by=self._by, write=True)))).wait()
+        finally:
+            self._rows, self._after = (), ()  # whoever waits for room finds it free
+            if self._room is not None:
+                self._room.release(self._size)
+
+
 class _Arrive:
     """Counts a copied shard as in flight until it has arrived."""
 
@@ -183,34 +257,63 @@ class UpdateRoute:
         """Say whether pieces that live on a tier need buffers on the host, and on the device."""
         return self.link.topology.step_buffers(tier, update_on_device=self.update_on_device)
 
-    def bring(self, place: Location, staging: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
-        """Start to bring a piece; return where it will be, and what to wait for."""
-        if place.tensor is not None:
-            if not crosses(place, self._updated, self.link):
-                self.link.wait_read(place.tensor)
-                return place.tensor, None
-            buffer = staging.device if self.update_on_device else staging.host
-            assert buffer is not None
-            return buffer, move(place, Location(buffer, on_device=self.update_on_device), by=self._by)
-        assert staging.host is not None
-        host = on_host(staging.host)
-        reading = move(place, host, by=self._by)
-        if not self.device_apart:
-            return staging.host, reading
-        assert staging.device is not None
-        return staging.device, move(host, Location(staging.device), by=self._by, after=reading)
+    def bring(self, rows: Sequence[tuple[Location, StagingBuffers]], under_way: list[Pending]) -> list[torch.Tensor]:
+        """Start to bring pieces; return where each will be. What to wait for is added to `under_way`."""
+        away = [number for number, (place, _) in enumerate(rows) if place.tensor is None]
+        reads = [(rows[number][0], _there(rows[number][1].host)) for number in away]
+        reading = dict(zip(away, move_together(reads, by=self._by, write=False), strict=True))
+        under_way += dict.fromkeys(reading.values())
+        return [
+            self._bring_from_memory(place, staging, under_way)
+            if number not in reading
+            else self._bring_on(reading[number], staging, under_way)
+            for number, (place, staging) in enumerate(rows)
+        ]
 
-    def keep(self, place: Location, piece: torch.Tensor, staging: StagingBuffers) -> Pending | None:
-        """Start to bring an updated piece back to its place; wait for the result before its memory changes again."""
-        source = Location(piece, on_device=self.update_on_device)
-        if place.tensor is not None:
-            pending = move(source, place, by=self._by)
-            return pending if crosses(source, place, self.link) else None
+    def _bring_from_memory(self, place: Location, staging: StagingBuffers, under_way: list[Pending]) -> torch.Tensor:
+        assert place.tensor is not None, "it is in memory"
+        if not crosses(place, self._updated, self.link):
+            self.link.wait_read(place.tensor)
+            return place.tensor
+        buffer = _there(staging.device if self.update_on_device else staging.host)
+        under_way.append(move(place, Location(buffer, on_device=self.update_on_device), by=self._by))
+        return buffer
+
+    def _bring_on(self, reading: Pending, staging: StagingBuffers, under_way: list[Pending]) -> torch.Tensor:
+        """Bring a piece on that is read from a drive to host memory."""
+        host = _there(staging.host)
         if not self.device_apart:
-            return move(source, place, by=self._by)
-        assert staging.host is not None
-        host = on_host(staging.host)
-        return move(host, place, by=self._by, after=move(source, host, by=self._by))
+            return host
+        device = _there(staging.device)
+        under_way.append(move(on_host(host), Location(device), by=self._by, after=reading))
+        return device
+
+    def keep(
+        self, rows: Sequence[tuple[Location, torch.Tensor, StagingBuffers]], under_way: list[Pending]
+    ) -> list[Pending | None]:
+        """Start to bring updated pieces back to their places; what to wait for before their memory changes is in `under_way`.
+
+        Return for each the transfer to memory on the other side, if it is one.
+        """
+        copies = list[Pending | None]()
+        writes = list[tuple[Location, torch.Tensor]]()
+        for place, piece, staging in rows:
+            source = Location(piece, on_device=self.update_on_device)
+            into = on_host(_there(staging.host)) if place.tensor is None and self.device_apart else place
+            copies.append(None)
+            if into.tensor is not None:
+                copying = move(source, into, by=self._by)
+                if crosses(source, into, self.link):
+                    copies[-1] = copying
+                    under_way.append(copying)
+            if place.tensor is None:
+                writes.append((place, piece if into.tensor is None else into.tensor))
+        if writes and self.device_apart:
+            after = [copy for copy, (place, _, _) in zip(copies, rows, strict=True) if copy is not None and place.tensor is None]
+            under_way.append(self._submit(_WriteTogether(writes, after, self._by)))
+        else:
+            under_way += dict.fromkeys(move_together(writes, by=self._by, write=True))
+        return [copy if place.tensor is not None else None for copy, (place, _, _) in zip(copies, rows, strict=True)]
 
     def copy_out(self, piece: torch.Tensor, into: torch.Tensor) -> None:
         """Copy a piece from where it is updated to host memory, and wait for it."""
@@ -229,3 +332,8 @@ class UpdateRoute:
     def _submit(self, job: Callable[[], None]) -> Pending:
         assert self._lane is not None, "who keeps pieces says on which lane"
         return self._lane().submit(job)
+
+
+def _there(buffer: torch.Tensor | None) -> torch.Tensor:
+    assert buffer is not None, "what passes has room"
+    return buffer

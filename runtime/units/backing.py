@@ -59,7 +59,15 @@ class NvmeBacking:
 
     def location(self, start: int, end: int) -> Location:
         """See `ShardBacking.location`."""
-        return Location(read=lambda into: self.read(into, start), write=lambda source: self.write(source, start))
+        return Location(
+            read=lambda into: self.read(into, start),
+            write=lambda source: self.write(source, start),
+            among=self.among(start),
+        )
+
+    def among(self, start: int) -> tuple[NvmeShards, int, int]:
+        """See `Location.among`, for what begins at element `start`."""
+        return self.shards, self._index, start
 
     def read(self, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to fill `into` with the shard, or with the pieces of it that begin at element `start`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from zinf_compile.runtime.lanes.lanes import All, Pending
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN, Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
-from zinf_compile.runtime.storage.stores import open_store
+from zinf_compile.runtime.storage.stores import move_together, open_store
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +32,10 @@ class ShardSpec:
     dtype: torch.dtype
     cuts: tuple[int, ...] = ()
     """Further borders of pieces, where parts are read and written by themselves."""
+
+
+ShardRange = tuple[int, torch.Tensor, int]
+"""A shard's number, host memory for the shard or for whole pieces of it, and the element that this begins with."""
 
 
 class NvmeShards:
@@ -96,20 +100,34 @@ class NvmeShards:
             READ, into.nbytes, self.store.read(self._key(index, piece), into, offset=offset), self._what(index)
         )
 
+    def move_together(self, rows: Sequence[ShardRange], *, write: bool) -> Pending:
+        """Start to read parts of several shards, or to write them, by as few requests as the store knows how to."""
+        parts = [part for row in rows for part in self._parts(*row)]
+        moving = move_together(self.store, parts, write=write)
+        first, last, count = rows[0][0], rows[-1][0], sum(tensor.nbytes for _, tensor, _ in rows)
+        what = self._what(first) + ("" if len(rows) == 1 else f" .. {self.specs[last].name}")
+        return self._meter.follow(WRITTEN if write else READ, count, moving, what)
+
     def _all(self, index: int, flat: torch.Tensor, offset: int, *, write: bool) -> Pending:
         transfer = self.store.write if write else self.store.read
         parts: list[Pending] = []
         try:
-            first = bisect.bisect_left(self._pieces[index], (offset, offset))
-            for piece, (start, end) in enumerate(self._pieces[index][first:], first):
-                if start >= offset + flat.numel():
-                    break
-                parts.append(transfer(self._key(index, piece), flat[start - offset : end - offset]))
+            for key, part in self._parts(index, flat, offset):
+                parts.append(transfer(key, part))
         except BaseException:
             All(parts).wait()
             raise
         whole = parts[0] if len(parts) == 1 else All(parts)
         return self._meter.follow(WRITTEN if write else READ, flat.nbytes, whole, self._what(index))
+
+    def _parts(self, index: int, flat: torch.Tensor, offset: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the extents of the pieces that a tensor holds from element `offset` on, each with its part."""
+        pieces, last = self._pieces[index], offset + flat.numel()
+        first = bisect.bisect_left(pieces, (offset, offset))
+        for piece, (start, end) in enumerate(pieces[first:], first):
+            if start >= last:
+                return
+            yield self._key(index, piece), flat[start - offset : end - offset]
 
     def _what(self, index: int) -> str:
         return f"{self.kind} {self.specs[index].name}"

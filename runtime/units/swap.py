@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.sizes import SMALL_BYTES
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.system.accelerator import current_stream
-from zinf_compile.runtime.transfer.move import Location, move, move_to_host_together, on_host, route_of
+from zinf_compile.runtime.transfer.move import (
+    Location,
+    move,
+    move_to_host_together,
+    move_together,
+    on_host,
+    route_of,
+    write_together,
+)
 
 from .backing import HostBacking, ShardBacking
 from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
@@ -21,6 +31,9 @@ from .unit import Tile, Unit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
+
+
+S = TypeVar("S", bound="torch.Tensor | OffloadedGradient")
 
 
 class SwapHandle:
@@ -41,17 +54,12 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     """
     if unit.backing is None:
         return SwapHandle(unit, unit.shard, unit.updated())
-    context, link = unit.context, unit.context.link
+    context = unit.context
     resident = unit.resident
     if not Tier(src).in_memory:
         if resident is not None:
             return SwapHandle(unit, resident)  # the next hop comes after its update
-        if dst == Tier.HOST:
-            host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
-        else:
-            context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
-            host = link.host_buffer(unit.shard_numel, unit.dtype)
-            context.memory.ledger.track("gathered", host)
+        host = _host_buffer(unit, dst)
         return SwapHandle(unit, host, move(unit.location(), on_host(host), by=route_of(context)))
     if earlier is None and resident is None:
         earlier = swap_in(unit, unit.backing.tier, Tier.HOST, None)
@@ -68,6 +76,26 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     if after is None and unit.updated() is not None:
         return SwapHandle(unit, device, unit.begin_updated(copy))
     return SwapHandle(unit, device, begin_after_landing(after, copy))
+
+
+def read_together(units: Sequence[Unit | Tile], dst: str) -> list[SwapHandle]:
+    """Start the hop of several units of a context from drives to host memory, small ones by one request; see `swap_in`."""
+    handles = [SwapHandle(unit, _host_buffer(unit, dst)) for unit in units]
+    rows = [(unit.location(), handle.shard) for unit, handle in zip(units, handles, strict=True)]
+    for handle, reading in zip(handles, move_together(rows, by=route_of(units[0].context), write=False), strict=True):
+        handle.pending = reading
+    return handles
+
+
+def _host_buffer(unit: Unit | Tile, dst: str) -> torch.Tensor:
+    """Return host memory for a shard that is read from a drive on its way to tier `dst`, counted."""
+    memory = unit.context.memory
+    if dst == Tier.HOST:
+        return memory.staged_buffer(unit.shard_numel, unit.dtype)
+    memory.make_room(memory.ledger, unit.format.bytes(unit.shard_numel))
+    host = unit.context.link.host_buffer(unit.shard_numel, unit.dtype)
+    memory.ledger.track("gathered", host)
+    return host
 
 
 def _device_buffer(unit: Unit | Tile) -> torch.Tensor:
@@ -149,11 +177,53 @@ def swap_out(
     assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
     if unit.gradient_pool is None:  # its tier is the host
         return shard, reduction
-    unit.wait_updated()  # its last gradient may still be in the place of this one
-    numel = shard.numel if isinstance(shard, OffloadedGradient) else shard.numel()
-    offloaded = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
+    offloaded = _offloaded_to_drive(unit, shard)
     offloaded.arrive(write_out(offloaded.backing, context, shard, reduction))
     return offloaded, Done()
+
+
+def _offloaded_to_drive(unit: Unit, shard: torch.Tensor | OffloadedGradient) -> OffloadedGradient:
+    """Return a gradient with space on a drive, that its shard is about to be written to."""
+    assert unit.gradient_pool is not None, "its tier is a drive"
+    unit.wait_updated()  # its last gradient may still be in the place of this one
+    numel = shard.numel if isinstance(shard, OffloadedGradient) else shard.numel()
+    return offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
+
+
+def is_small_for_drive(unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient) -> bool:
+    """Say whether a gradient in host memory goes to a drive, and is best written with others: see `write_out_together`."""
+    to_drive = isinstance(unit, Unit) and unit.gradient_pool is not None and not unit.placement.grads.in_memory
+    return to_drive and _bytes_of(shard) <= SMALL_BYTES
+
+
+def write_out_together(
+    leaving: Sequence[tuple[Unit | Tile, torch.Tensor | OffloadedGradient, Pending]],
+) -> list[tuple[OffloadedGradient, Pending]]:
+    """Start to write several small gradients of a context to their drive once all are in host memory; see `swap_out`."""
+    found = list[tuple[OffloadedGradient, Pending]]()
+    for part in _within_limit(leaving):
+        found += _write_out_together(part)
+    return found
+
+
+def _write_out_together(
+    leaving: Sequence[tuple[Unit | Tile, torch.Tensor | OffloadedGradient, Pending]],
+) -> list[tuple[OffloadedGradient, Pending]]:
+    context = leaving[0][0].context
+    places, rows, before = list[OffloadedGradient](), list[tuple[Location, torch.Tensor]](), dict[Pending, None]()
+    for unit, shard, reduction in leaving:
+        assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
+        offloaded = _offloaded_to_drive(unit, shard)
+        host = shard.backing.resident if isinstance(shard, OffloadedGradient) else shard
+        assert host is not None, "it comes from host memory"
+        before[_Written(shard) if isinstance(shard, OffloadedGradient) else reduction] = None
+        places.append(offloaded)
+        rows.append((offloaded.backing.location(0, offloaded.numel), host))
+    with context.lanes.meter.waiting():
+        writing = write_together(rows, by=route_of(context), after=list(before), room=context.memory.inflight_gradients)
+    for offloaded in places:
+        offloaded.arrive(writing)
+    return [(offloaded, Done()) for offloaded in places]
 
 
 def stays_on_host(unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient) -> bool:
@@ -169,15 +239,27 @@ def swap_out_together(
     One copy for half of what may be under way at a time: it can be issued while another one is. Returns their shards there, as
     `swap_out` does for one.
     """
-    context = leaving[0][0].context
-    limit = context.memory.inflight_gradients.limit
-    found, start, held = list[tuple[OffloadedGradient, Pending]](), 0, 0
+    found = list[tuple[OffloadedGradient, Pending]]()
+    for part in _within_limit(leaving):
+        found += _copy_out_together(part[0][0].context, part)
+    return found
+
+
+def _within_limit(leaving: Sequence[tuple[Unit | Tile, S, Pending]]) -> Iterator[Sequence[tuple[Unit | Tile, S, Pending]]]:
+    """Cut a row of gradients into parts of half of what may be under way at a time."""
+    limit = leaving[0][0].context.memory.inflight_gradients.limit
+    start, held = 0, 0
     for number, (_, shard, _) in enumerate(leaving):
-        if limit is not None and number > start and held + shard.nbytes > limit // 2:
-            found += _copy_out_together(context, leaving[start:number])
+        size = _bytes_of(shard)
+        if limit is not None and number > start and held + size > limit // 2:
+            yield leaving[start:number]
             start, held = number, 0
-        held += shard.nbytes
-    return found + _copy_out_together(context, leaving[start:])
+        held += size
+    yield leaving[start:]
+
+
+def _bytes_of(shard: torch.Tensor | OffloadedGradient) -> int:
+    return format_of(shard.dtype).bytes(shard.numel) if isinstance(shard, OffloadedGradient) else shard.nbytes
 
 
 def _copy_out_together(

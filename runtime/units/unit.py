@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
 
     from .nvme_gradient_pool import NvmeGradientPool
+    from .nvme_shards import NvmeShards
     from .pending_updates import Updates
 
 
@@ -165,7 +166,13 @@ class Unit(DenseLayout, Placed, Updatable):
             self.wait_updated()
         if self.backing is None:
             return Location(self.shard)
-        return Location(read=self.read) if self.resident is None else on_host(self.resident)
+        return Location(read=self.read, among=self.among()) if self.resident is None else on_host(self.resident)
+
+    def among(self, start: int = 0) -> tuple[NvmeShards, int, int] | None:
+        """See `Location.among`, for what begins at element `start`; None while a step may still have to update the shard."""
+        self.check_whole()
+        assert isinstance(self.backing, NvmeBacking), "it is on a drive"
+        return self.backing.among(start) if self.updated() is None else None
 
     def load(self) -> torch.Tensor:
         """Return the shard on the device: itself, or a copy where its backing is elsewhere."""
@@ -367,7 +374,9 @@ class Tile(DenseLayout):
         """See `Unit.location`."""
         if self.backing is None:
             return Location(self.shard)
-        return Location(read=self.read) if self.resident is None else on_host(self.resident)
+        if self.resident is not None:
+            return on_host(self.resident)
+        return Location(read=self.read, among=self.unit.among(self.span.place))
 
     def forget_whole(self) -> None:
         """Drop the tensor that `whole` returned."""

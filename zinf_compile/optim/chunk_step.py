@@ -6,7 +6,7 @@ Called by `chunked_step` and `deferred_step`; knows no threads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Hashable, Mapping, MutableMapping, Set
+from collections.abc import Generator, Hashable, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import MASTER, Chunk, part_of
-from .offloaded_states import OffloadedStates
+from .offloaded_states import KeptPiece, OffloadedStates
 from .timed_update import timed_update
 
 _COMPARED_ELEMENTS = 1 << 18
@@ -74,18 +74,16 @@ class ChunkStep:
         parts, self.parts = self.parts, []  # parts may own memory: free it before the next chunk allocates as much
         self.state.clear()
         brought = self._buffer.brought.values()
-        for (parameter, part), (piece, value), columns in zip(parts, self._pieces, brought, strict=True):
+        values: dict[int, KeptPiece] = {}
+        for number, ((parameter, part), (piece, value), columns) in enumerate(zip(parts, self._pieces, brought, strict=True)):
             part.grad = None
             scalars, large = self.scalar_states.setdefault(parameter, {}), set[str]()
             states = stepped.pop(part, {})
             if part is not value:
                 value.copy_(part)
                 states[MASTER] = part
-            arriving: list[Pending] = []
             if self._moves(value, columns.get(VALUE)):
-                pending = self._keep(parameter, piece, VALUE, value, staging)
-                arriving = [] if pending is None or parameter._zinf_unit.on_drive else [pending]
-            self._arriving.append(arriving)
+                values[number] = parameter, piece, VALUE, value
             for name, state in states.items():
                 if not self._is_large(name, state):
                     scalars[name] = state
@@ -95,6 +93,8 @@ class ChunkStep:
                     self._finish_state(parameter, piece, name, state, staging)
             self._large[parameter] = large
             self._owner.applied(parameter)
+        arriving = dict(zip(values, self._keep(list(values.values()), staging), strict=True))
+        self._arriving = [[pending] if (pending := arriving.get(number)) is not None else [] for number in range(len(parts))]
         self._owner.write(self._number, self._buffer)
 
     def timed(self, last: ChunkStep) -> contextlib.AbstractContextManager[object]:
@@ -164,15 +164,10 @@ class ChunkStep:
         else:
             if name not in self._owner.table.present(parameter, self._optimizer):
                 self._owner.start_state(parameter, name, state.dtype)
-            self._keep(parameter, piece, name, state, staging)
+            self._keep([(parameter, piece, name, state)], staging)
 
-    def _keep(
-        self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, staging: Mapping[str, StagingBuffers]
-    ) -> Pending | None:
-        pending = self._owner.keep_piece(parameter, piece, name, value, staging[name], self._optimizer)
-        if pending is not None:
-            self._buffer.under_way.append(pending)
-        return pending
+    def _keep(self, kept: Sequence[KeptPiece], staging: Mapping[str, StagingBuffers]) -> list[Pending | None]:
+        return self._owner.keep_pieces(kept, staging, self._optimizer, self._buffer.under_way)
 
 
 def chunk_steps(states: OffloadedStates, optimizer: Optimizer) -> Generator[list[ChunkStep]]:

@@ -120,9 +120,7 @@ class ChunkTransfers:
         self._changing(number)
         chunk, staging = self.chunks[number], self.staging(number, buffer)
         for name, value in self.state_views(number, buffer).items():
-            pending = self.route.keep(Location(write=self._writer(_key(chunk, name))), value, staging[name])
-            if pending is not None:
-                buffer.under_way.append(pending)
+            self.route.keep([(Location(write=self._writer(_key(chunk, name))), value, staging[name])], buffer.under_way)
         self._written.add(number)
 
     def forget(self, number: int) -> None:
@@ -154,9 +152,7 @@ class ChunkTransfers:
     def _start_reading(self, number: int, buffer: ChunkBuffer) -> None:
         chunk, staging = self.chunks[number], self.staging(number, buffer)
         for name in chunk.states:
-            _, pending = self.route.bring(Location(read=self._reader(_key(chunk, name))), staging[name])
-            if pending is not None:
-                buffer.under_way.append(pending)
+            self.route.bring([(Location(read=self._reader(_key(chunk, name))), staging[name])], buffer.under_way)
 
     def _reader(self, key: str) -> Callable[[torch.Tensor], Pending]:
         store, meter = self.store, self.context.lanes.meter

@@ -42,6 +42,9 @@ from .state_layout import note, noted
 from .state_table import StateTable
 from .step_gradient import StepGradient
 
+KeptPiece = tuple[ShardedParameter, Piece, str, torch.Tensor]
+"""A piece of a parameter, the name of one of its columns, and that column as it was updated."""
+
 
 class OffloadedStates:
     """Chunked steps of some parameters of one optimizer, and their states on any tier."""
@@ -223,18 +226,16 @@ class OffloadedStates:
         if parameter in optimizer.state:
             optimizer.state[parameter] = noted(optimizer.state[parameter], unit)
 
-    def keep_piece(
-        self,
-        parameter: ShardedParameter,
-        piece: Piece,
-        name: str,
-        value: torch.Tensor,
-        staging: StagingBuffers,
-        optimizer: Optimizer,
-    ) -> Pending | None:
-        """Start writing back one updated column of a piece."""
+    def keep_pieces(
+        self, kept: Sequence[KeptPiece], staging: Mapping[str, StagingBuffers], optimizer: Optimizer, under_way: list[Pending]
+    ) -> list[Pending | None]:
+        """Start writing back updated columns of pieces, see `UpdateRoute.keep`."""
         with self.context.lanes.meter.waiting():
-            return self._route.keep(self._location(parameter, piece, name, optimizer), value, cut(staging, piece))
+            rows = [
+                (self._location(parameter, piece, name, optimizer), value, cut(staging[name], piece))
+                for parameter, piece, name, value in kept
+            ]
+            return self._route.keep(rows, under_way)
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start writing a chunk's updated states to their drive."""
@@ -319,17 +320,18 @@ class OffloadedStates:
             buffer.filled = True
             buffer.brought = {}
             staging = self.transfers.staging(number, buffer)
+            rows: list[tuple[int, str]] = []
+            places: list[tuple[Location, StagingBuffers]] = []
             for place, parameter, piece in self._due_of(number):
                 names = [VALUE, GRADIENT]
                 if not self.table.by_entry:
                     present = self.table.present(parameter, optimizer)
                     names += [name for name in self.kept[parameter] if name in present]
-                columns = buffer.brought[place] = {}
                 for name in names:
-                    where = self._location(parameter, piece, name, optimizer)
-                    columns[name], pending = self._route.bring(where, cut(staging[name], piece))
-                    if pending is not None:
-                        buffer.under_way.append(pending)
+                    rows.append((place, name))
+                    places.append((self._location(parameter, piece, name, optimizer), cut(staging[name], piece)))
+            for (place, name), there in zip(rows, self._route.bring(places, buffer.under_way), strict=True):
+                buffer.brought.setdefault(place, {})[name] = there
         return buffer
 
     def _location(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Location:

@@ -34,8 +34,11 @@ def test_what_was_updated_on_the_device_is_written_once_it_is_copied_and_nobody_
         return Done()
 
     route = UpdateRoute(link, update_on_device=True, lane=lambda: lane)
-    pending = route.keep(Location(write=write), torch.zeros(4), StagingBuffers(torch.zeros(4), torch.zeros(4)))
-    assert pending is not None
+    under_way: list[Pending] = []
+    staging = StagingBuffers(torch.zeros(4), torch.zeros(4))
+    assert route.keep([(Location(write=write), torch.zeros(4), staging)], under_way) == [None], "it stays on no other side"
+    copied, pending = under_way
+    assert copied is copying
     assert not written.wait(0.05)
     copying.over.set()
     pending.wait()
