@@ -71,6 +71,18 @@ class All:
     def __init__(self, parts: Sequence[Pending]) -> None:
         self.parts = parts
 
+    @classmethod
+    def begun(cls, transfers: Iterable[Pending]) -> All:
+        """Return transfers that begin as they are asked for; where one raises, those that have begun are waited for first."""
+        parts: list[Pending] = []
+        try:
+            for transfer in transfers:
+                parts.append(transfer)
+        except BaseException:
+            cls(parts).wait()
+            raise
+        return cls(parts)
+
     def wait(self) -> None:
         """Return when all are over; raise the first one's error, after all have ended."""
         wait_for_all(part.wait for part in self.parts)

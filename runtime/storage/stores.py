@@ -43,7 +43,7 @@ def move_together(store: ShardStore, rows: Sequence[tuple[Hashable, torch.Tensor
     """Start to read extents into tensors of their sizes, or to write them; by as few requests as the store knows how to."""
     if isinstance(store, Store):
         return store.write_together(rows) if write else store.read_together(rows)
-    return All([(store.write if write else store.read)(key, tensor) for key, tensor in rows])
+    return All.begun((store.write if write else store.read)(key, tensor) for key, tensor in rows)
 
 
 Open = Callable[[Sequence[str], Extents, Engine, BufferPool | None], ShardStore]

@@ -110,14 +110,8 @@ class NvmeShards:
 
     def _all(self, index: int, flat: torch.Tensor, offset: int, *, write: bool) -> Pending:
         transfer = self.store.write if write else self.store.read
-        parts: list[Pending] = []
-        try:
-            for key, part in self._parts(index, flat, offset):
-                parts.append(transfer(key, part))
-        except BaseException:
-            All(parts).wait()
-            raise
-        whole = parts[0] if len(parts) == 1 else All(parts)
+        moving = All.begun(transfer(key, part) for key, part in self._parts(index, flat, offset))
+        whole = moving.parts[0] if len(moving.parts) == 1 else moving
         return self._meter.follow(WRITTEN if write else READ, flat.nbytes, whole, self._what(index))
 
     def _parts(self, index: int, flat: torch.Tensor, offset: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,6 +21,7 @@ from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.extent_store import Store
 from zinf_compile.runtime.storage.extents import Layout
+from zinf_compile.runtime.storage.stores import move_together as move_extents
 from zinf_compile.runtime.transfer.move import Location, Route, move_together
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
@@ -234,6 +235,12 @@ def test_who_moves_several_and_is_stopped_waits_for_what_has_begun() -> None:
 
     def refuse(into: torch.Tensor) -> Pending:
         raise StoreRequestError("refused")
+
+    store: Any = SimpleNamespace(read=lambda key, into: refuse(into) if key else Began())
+    with pytest.raises(StoreRequestError, match="refused"):
+        move_extents(store, [(key, aligned_buffer(8)) for key in (0, 0, 1)], write=False)
+    assert waited == ["for what has begun"] * 2
+    waited.clear()
 
     link: Any = SimpleNamespace(topology=Topology(host_apart=False), wait_read=lambda *_: None)
     route = Route(link, lambda job: Done())
