@@ -30,18 +30,6 @@ from zinf_compile.runtime.lanes.step_recorder import GraphRecorder
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
 from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
-from zinf_compile.runtime.units.pending_updates import Updates
-from zinf_compile.runtime.units.swap import (
-    SwapHandle,
-    is_small_for_drive,
-    read_together,
-    stays_on_host,
-    swap_in,
-    swap_in_together,
-    swap_out,
-    swap_out_together,
-    write_out_together,
-)
 from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.runtime.units.whole_gradient import keep_whole
 
@@ -54,8 +42,9 @@ from .gather_steps import (
     perform_wait,
     perform_waits,
 )
-from .handles import HeldCopy, ReduceHandle, Reduction
+from .handles import ReduceHandle, Reduction
 from .run import Run
+from .swap_steps import hop_out, perform_swap_in, perform_swap_out
 from .value_steps import (
     perform_copy,
     perform_drop,
@@ -142,104 +131,6 @@ def _release(step: Release, run: Run) -> None:
     """Do nothing: the register is freed after the step, and the ledger notices."""
 
 
-def _swap_in(step: SwapIn, run: Run) -> None:
-    members: Sequence[tuple[int, int]] = step.members
-    if run.context.full_copies:
-        members = _without_copies(members, run)
-    if len(members) > 1 and step.dst == Tier.DEVICE and run.context.link.copies_together:
-        members = _swap_in_together(members, run)
-    elif len(members) > 1 and not Tier(step.src).in_memory:
-        members = _read_together(members, step.dst, run)
-    for source, out in members:
-        earlier = run.registers[source] if isinstance(run.registers[source], SwapHandle) else None
-        unit: Unit | Tile = run.units[source] if earlier is None else earlier.unit
-        run.registers[out] = swap_in(unit, step.src, step.dst, earlier)
-
-
-def _read_together(members: Sequence[tuple[int, int]], dst: str, run: Run) -> list[tuple[int, int]]:
-    """Start the reads of those of a group that are on drives; return the other members."""
-    reads, others = list[tuple[Unit | Tile, int]](), list[tuple[int, int]]()
-    for source, out in members:
-        unit = run.units.get(source)
-        away = unit is not None and unit.backing is not None and unit.resident is None
-        if away and not isinstance(run.registers[source], SwapHandle):
-            reads.append((run.units[source], out))
-        else:
-            others.append((source, out))
-    if reads:
-        for (_, out), handle in zip(reads, read_together([unit for unit, _ in reads], dst), strict=True):
-            run.registers[out] = handle
-    return others
-
-
-def _without_copies(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[int, int]]:
-    """Leave out the units of which the device has a full copy: their gathers take that. Return the other members."""
-    left = []
-    for source, out in members:
-        value = run.registers[source]
-        unit = run.units.get(source)
-        if isinstance(value, HeldCopy):
-            run.registers[out] = value
-        elif not isinstance(value, SwapHandle) and isinstance(unit, Unit) and run.context.full_copies.holds(unit):
-            run.registers[out] = HeldCopy(unit)
-        else:
-            left.append((source, out))
-    return left
-
-
-def _swap_in_together(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[int, int]]:
-    """Start one copy of those of a group that are in host memory, and one of those that a step has still to update there.
-
-    Return the other members.
-    """
-    rows: dict[Updates[Unit] | None, list[tuple[Unit | Tile, int]]] = {}
-    begins = [(run.units[s], out) for s, out in members if not isinstance(run.registers[s], SwapHandle)]
-    for unit, out in begins:
-        if unit.resident is None:
-            continue
-        if unit.updated() is None:
-            rows.setdefault(None, []).append((unit, out))
-        elif isinstance(unit, Unit):
-            rows.setdefault(unit.updates, []).append((unit, out))
-    begun = set[int]()
-    for updates, together in rows.items():
-        if len(together) > 1:
-            for (_, out), handle in zip(together, swap_in_together([unit for unit, _ in together], updates), strict=True):
-                run.registers[out] = handle
-                begun.add(out)
-    return [member for member in members if member[1] not in begun]
-
-
-def _swap_out(step: SwapOut, run: Run) -> None:
-    members: Sequence[tuple[int, int]] = step.members
-    if len(members) > 1 and step.dst == Tier.HOST and run.context.link.copies_together:
-        members = _leave_together(step, run, stays_on_host, swap_out_together)
-    elif len(members) > 1 and not Tier(step.dst).in_memory:
-        members = _leave_together(step, run, is_small_for_drive, write_out_together)
-    for source, out in members:
-        grad = run.registers[source]
-        run.registers[out] = grad if grad.at_home else _hop_out(grad, step.dst)
-
-
-def _leave_together(step: SwapOut, run: Run, joins: Callable[..., bool], leave: Callable[..., Any]) -> list[tuple[int, int]]:
-    """Start to move those of a group that join one transfer; return the other members."""
-    found = {out: run.registers[source] for source, out in step.members}
-    together = {
-        out: grad for out, grad in found.items() if not grad.at_home and grad.together is None and joins(grad.unit, grad.shard)
-    }
-    if len(together) > 1:
-        leaving = leave([(grad.unit, grad.shard, grad.reduction) for grad in together.values()])
-        for (out, grad), (shard, pending) in zip(together.items(), leaving, strict=True):
-            run.registers[out] = ReduceHandle(grad.unit, shard, pending)
-    return [member for member in step.members if len(together) == 1 or member[1] not in together]
-
-
-def _hop_out(grad: ReduceHandle, dst: str) -> ReduceHandle:
-    swap: Any = swap_out if grad.together is None else grad.together.swap_out
-    shard, leaving = swap(grad.unit, grad.shard, dst, grad.reduction)
-    return ReduceHandle(grad.unit, shard, leaving, grad.together)
-
-
 def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:
     """Start all hops of a gradient whose unit lives farther away than the graph takes it; else return it as it is."""
     home, program = grad.unit.placement.grads, run.program
@@ -248,7 +139,7 @@ def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:
     planned = Tier(program.leaves.get(program.tiles[slot][0] if slot in program.tiles else slot, Tier.DEVICE))
     path = run.context.link.topology.hops(home) if planned.distance < home.distance else ()
     for dst in path[-2::-1]:
-        grad = _hop_out(grad, dst)
+        grad = hop_out(grad, dst)
     grad.at_home = bool(path)
     return grad
 
@@ -372,8 +263,8 @@ def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:
 
 
 PERFORM: dict[type, Callable[[Any, Run], None]] = {
-    SwapIn: _swap_in,
-    SwapOut: _swap_out,
+    SwapIn: perform_swap_in,
+    SwapOut: perform_swap_out,
     Gather: perform_gather,
     GatherRows: perform_gather_rows,
     SwapValuesIn: perform_swap_values_in,

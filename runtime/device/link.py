@@ -50,8 +50,10 @@ class DeviceLink(Protocol):
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """Start to copy host memory to the device, once `after` is over; both stay until then."""
 
-    def to_device_together(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
-        """Start to copy several tensors in host memory to the device; all stay until then."""
+    def to_device_together(
+        self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending] = ()
+    ) -> Pending:
+        """Start to copy several tensors in host memory to the device, once all of `after` is over; all stay until then."""
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """Start to copy the device's memory to the host, once `after` is over."""
@@ -102,7 +104,9 @@ class HostIsDevice:
         """See `DeviceLink.to_device`."""
         raise AssertionError("a schedule for a device that is host memory copies nothing to it")
 
-    def to_device_together(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
+    def to_device_together(
+        self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending] = ()
+    ) -> Pending:
         """See `DeviceLink.to_device_together`."""
         raise AssertionError("a schedule for a device that is host memory copies nothing to it")
 
@@ -171,11 +175,13 @@ class AcceleratorLink:
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""
-        return self._copy(_TO_DEVICE, [source], [into], [] if after is None else [after], host=[source])
+        return self.to_device_together([source], [into], [] if after is None else [after])
 
-    def to_device_together(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
+    def to_device_together(
+        self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending] = ()
+    ) -> Pending:
         """See `DeviceLink.to_device_together`."""
-        return self._copy(_TO_DEVICE, sources, into, [], host=sources)
+        return self._copy(_TO_DEVICE, sources, into, after, host=sources)
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_host`."""

@@ -93,9 +93,11 @@ class SimulatedDevice:
         """See `DeviceLink.to_device`."""
         return self.links["to device"].copy(source, into, after)
 
-    def to_device_together(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
+    def to_device_together(
+        self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending] = ()
+    ) -> Pending:
         """See `DeviceLink.to_device_together`."""
-        return All([self.to_device(*pair, None) for pair in zip(sources, into, strict=True)])
+        return All([self.to_device(*pair, All(after)) for pair in zip(sources, into, strict=True)])
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_host`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -139,24 +139,40 @@ def swap_in_together(units: Sequence[Unit | Tile], updates: Updates[Any] | None)
 
     Where a step has still to update them, once it has: `updates`, which are those of all of them, and none is a tile.
     """
-    context, sources = units[0].context, list[torch.Tensor]()
+    sources = list[torch.Tensor]()
     for unit in units:
         source = unit.resident
         assert source is not None, "it is in host memory"
         sources.append(source)
-    buffers = _device_buffers(units)
-    handles = [SwapHandle(unit, buffer) for unit, buffer in zip(units, buffers, strict=True)]
+    if updates is None:
+        return _copy_together(units, sources, lambda copy: copy(()))
+    read = [(unit, 0, unit.shard_numel) for unit in units]
+    return _copy_together(units, sources, lambda copy: updates.begin_after(read, lambda: copy(())))
+
+
+def pass_on_together(earlier: Sequence[SwapHandle]) -> list[SwapHandle]:
+    """Start one copy of several units of a context to their device, which one read brings to host memory."""
+    reading = earlier[0].pending
+    assert reading is not None, "it is under way"
+    units, sources = [handle.unit for handle in earlier], [handle.shard for handle in earlier]
+    return _copy_together(units, sources, lambda copy: copy([reading]))
+
+
+def _copy_together(
+    units: Sequence[Unit | Tile],
+    sources: Sequence[torch.Tensor],
+    begin: Callable[[Callable[[Sequence[Pending]], Pending]], Pending],
+) -> list[SwapHandle]:
+    """Take memory of the device for several units, and `begin` the copy to it, which comes after what it is called with."""
+    link, buffers = units[0].context.link, _device_buffers(units)
     stream = current_stream(units[0].device)  # in whose order the buffers were made
 
-    def copy() -> Pending:
+    def copy(after: Sequence[Pending]) -> Pending:
         with stream or contextlib.nullcontext():
-            return context.link.to_device_together(sources, buffers)
+            return link.to_device_together(sources, buffers, after)
 
-    read = [(unit, 0, unit.shard_numel) for unit in units]
-    arriving = copy() if updates is None else updates.begin_after(read, copy)
-    for handle in handles:
-        handle.pending = arriving
-    return handles
+    arriving = begin(copy)
+    return [SwapHandle(unit, buffer, arriving) for unit, buffer in zip(units, buffers, strict=True)]
 
 
 def swap_out(

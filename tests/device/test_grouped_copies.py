@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import late
@@ -11,6 +12,7 @@ import torch
 from gradient_cases import train
 from held_updates import held_updates
 
+from zinf_compile.runtime import swap_steps
 from zinf_compile.runtime.device.link import AcceleratorLink
 from zinf_compile.runtime.lanes.stream_lane import StreamLane
 from zinf_compile.runtime.memory.inflight import InflightLimit
@@ -106,3 +108,22 @@ def test_a_group_is_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
     train("late", HOST, micro_batches=1, before_step=lambda model: None)
     assert groups == [16, 7, 16] * 3, "a forward's, a backward's, the gradients'"
+
+
+def test_what_one_read_brings_to_the_host_goes_on_by_one_copy(
+    issued: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beside what a step has still to update, which the forward is handed as it is updated."""
+    groups, pass_on = list[int](), swap_steps.pass_on_together
+
+    def noted(earlier: Sequence[Any]) -> Any:
+        groups.append(len(earlier))
+        return pass_on(earlier)
+
+    monkeypatch.setattr(swap_steps, "pass_on_together", noted)
+    on_drive = {"params": "nvme", "nvme": str(tmp_path)}
+    together, _ = trained(issued, **on_drive)
+    assert groups[:2] == [16, 7], "the first forward's, and its backward's"
+    assert groups.count(7) >= 3
+    in_memory, _ = trained(issued)
+    assert all(map(torch.equal, together, in_memory))

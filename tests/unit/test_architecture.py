@@ -67,7 +67,7 @@ WITHIN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("transfer",),
         ("units",),
         ("handles", "run"),
-        ("gather_steps", "value_steps"),
+        ("gather_steps", "swap_steps", "value_steps"),
         ("executor",),
     ),
     "passes": (
