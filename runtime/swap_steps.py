@@ -11,6 +11,7 @@ from zinf_compile.runtime.units.pending_updates import Updates
 from zinf_compile.runtime.units.swap import (
     SwapHandle,
     is_small_for_drive,
+    is_small_on_drive,
     pass_on_together,
     read_together,
     stays_on_host,
@@ -42,19 +43,18 @@ def perform_swap_in(step: SwapIn, run: Run) -> None:
 
 
 def _read_together(members: Sequence[tuple[int, int]], dst: str, run: Run) -> list[tuple[int, int]]:
-    """Start the reads of those of a group that are on drives; return the other members."""
-    reads, others = list[tuple[Unit | Tile, int]](), list[tuple[int, int]]()
-    for source, out in members:
-        unit = run.units.get(source)
-        away = unit is not None and unit.backing is not None and unit.resident is None
-        if away and not isinstance(run.registers[source], SwapHandle):
-            reads.append((run.units[source], out))
-        else:
-            others.append((source, out))
-    if reads:
-        for (_, out), handle in zip(reads, read_together([unit for unit, _ in reads], dst), strict=True):
+    """Start one read of those of a group that are on drives and small; return the other members."""
+    reads = {
+        out: unit
+        for source, out in members
+        if (unit := run.units.get(source)) is not None
+        and not isinstance(run.registers[source], SwapHandle)
+        and is_small_on_drive(unit)
+    }
+    if len(reads) > 1:
+        for out, handle in zip(reads, read_together(list(reads.values()), dst), strict=True):
             run.registers[out] = handle
-    return others
+    return [member for member in members if len(reads) == 1 or member[1] not in reads]
 
 
 def _without_copies(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ _WAY_OUT = (
 class BlockChecks:
     """For each block its generation (how often it was written), and the CRC32C of this generation and of the one before.
 
-    The checksums are computed from the caller's memory while it is written, and never stored beside the data. So a block that
+    The checksums are computed from the memory that is written, and never stored beside the data. So a block that
     comes back as another block (misdirected), as an older generation (a write the drive lost) or with a bit changed has the
     wrong checksum; one that carried its own would look right in the first two cases. The older checksums tell the cases apart.
 

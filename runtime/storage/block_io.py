@@ -11,7 +11,7 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,19 +37,21 @@ class Piece:
     """One block in flight, or a row of them. Any thread may finish it: the first does, the others wait for it."""
 
     def __init__(self, io: BlockIO, parts: Sequence[Part], staging: torch.Tensor | None, *, write: bool) -> None:
-        self.parts = parts
+        self.blocks = [block for block, _ in parts]
+        self.memory = [data for _, data in parts]
+        """Of each block; let go of when it is over, since others may still hold the piece."""
         self.staging = staging
         self.write = write
+        self.checksums: Sequence[int | None] = ()
+        """Of the blocks of a row that is written."""
         self.error: Exception | None = None
         self.times: tuple[float, float] | None = None
         """When the drive was busy with it, once it is over."""
         self._io = io
-        device = parts[0][1].device
+        device = self.memory[0].device
         self._stream = torch.accelerator.current_stream(device) if device.type != "cpu" else None
-        self.checksums: Sequence[int] = ()
-        """Of the blocks of a row that is written."""
         self._request: Request | None = None
-        self._over = False
+        self._over, self._left = False, False
         self._lock = threading.Lock()
 
     def start(self) -> bool:
@@ -61,12 +63,16 @@ class Piece:
             except BaseException:  # an interrupt may come when it is registered already
                 self._io.withdraw(self)
                 raise
+            begun = False
             try:
-                self._request = self._io.submit(self)
+                memory = self._io.fill(self)
+                begun = True
+                self._request = self._io.submit(self, memory)
             except Exception as error:
                 self._end(error)
-            except BaseException as interrupt:  # the engine may have begun: it keeps the staging buffer, the pool loses it
-                self.staging = None
+            except BaseException as interrupt:
+                if begun:  # the engine may have begun: it keeps the staging buffer
+                    self._io.lose_staging(self)
                 self._end(RuntimeError(f"interrupted by {interrupt!r}"))
                 raise
             return True
@@ -82,6 +88,8 @@ class Piece:
         with self._lock:
             if not self._over:
                 self._finish()
+            elif not self._left:
+                self._leave()
         if start is not None:
             record_wait(WRITTEN if self.write else READ, start)
 
@@ -91,8 +99,8 @@ class Piece:
             self._io.check(self, self._request.wait())
             if not self.write and self.staging is not None:
                 with self._stream or contextlib.nullcontext():
-                    for start, data in self._io.places(self):
-                        data.copy_(self.staging[start : start + data.numel()])
+                    for place, data in zip(self.places, self.memory, strict=True):
+                        data.copy_(self.staging[place : place + data.numel()])
         except Exception as error:
             if not self._request.done():  # it was given up, and the drive may still write to the staging buffer
                 self._io.lose_staging(self)
@@ -100,17 +108,28 @@ class Piece:
         else:
             self._end(None)
 
+    @property
+    def places(self) -> list[int]:
+        """The bytes of the staging buffer from which each block is: as they lie on the drive."""
+        return [block.offset - self.blocks[0].offset for block in self.blocks]
+
     def _end(self, error: Exception | None) -> None:
         if error is not None and not isinstance(error, ZinfError):
             error = self._explain(error)
         self.times = None if self._request is None else self._request.times
         self.error, self._over, self._request = error, True, None
+        self._leave()
+
+    def _leave(self) -> None:
+        """Be under way no longer; what an interrupt has kept from that does it again."""
         self._io.leave(self)
+        self.memory = []
+        self._left = True
 
     def _explain(self, error: Exception) -> ZinfError:
-        first, last = self.parts[0][0], self.parts[-1][0]
-        blocks = self._io.describe(first) + ("" if first is last else f" to {self._io.describe(last)}")
-        what, folder = f"cannot {'write' if self.write else 'read'} {blocks}: {error}", self._io.folder(first)
+        first, last = self.blocks[0], self.blocks[-1]
+        named = self._io.describe(first) + ("" if first is last else f" to {self._io.describe(last)}")
+        what, folder = f"cannot {'write' if self.write else 'read'} {named}: {error}", self._io.folder(first)
         explained = StoreError(error.errno, what, folder) if isinstance(error, OSError) else StoreRequestError(what)
         explained.__cause__ = error
         return explained
@@ -148,7 +167,7 @@ class BlockIO:
         """Start to read a block into `data`, its bytes, or to write it from there. Raises where there is nothing to read."""
         alignment = self._files[block.device].alignment
         direct = data.device.type == "cpu" and not (data.data_ptr() % alignment or block.size % alignment)
-        return self._begin([(block, data)], None if direct else self._take_staging(self._padded(block)), write=write)
+        return self._begin([(block, data)], None if direct else self._take_staging(self._span([block])), write=write)
 
     def begin_row(self, parts: Sequence[Part], *, write: bool) -> Piece:
         """Start to read blocks that lie next to one another on a drive into host memory, or to write them, by one request.
@@ -157,7 +176,7 @@ class BlockIO:
         """
         if len(parts) == 1:
             return self.begin(*parts[0], write=write)
-        return self._begin(parts, self._take_staging(sum(self._padded(block) for block, _ in parts)), write=write)
+        return self._begin(parts, self._take_staging(self._span([block for block, _ in parts])), write=write)
 
     def _begin(self, parts: Sequence[Part], staging: torch.Tensor | None, *, write: bool) -> Piece:
         piece = Piece(self, parts, staging, write=write)
@@ -190,58 +209,56 @@ class BlockIO:
             if self._rivals(piece):
                 return False
             begin = self._checks.begin_write if piece.write else self._checks.begin_read
-            for block, _ in piece.parts:
+            for block in piece.blocks:
                 begin(block)
-            for block, _ in piece.parts:
+            for block in piece.blocks:
                 self._under_way[block.number].append(piece)
             if piece.staging is not None:
                 self._staging.hold(piece)
             return True
 
-    def submit(self, piece: Piece) -> Request:
-        """Hand a piece to the engine."""
-        first = piece.parts[0][0]
+    def fill(self, piece: Piece) -> torch.Tensor:
+        """Return the memory that the engine reads to or writes from, filled with what is written."""
         if piece.staging is None:
-            memory = piece.parts[0][1]
-        else:
-            memory = piece.staging[: sum(self._padded(block) for block, _ in piece.parts)]
-            if piece.write:
-                for (block, data), (start, _) in zip(piece.parts, self.places(piece), strict=True):
-                    memory[start : start + block.size].copy_(data)
-                    memory[start + block.size : start + self._padded(block)].zero_()
+            return piece.memory[0]
+        memory = piece.staging[: self._span(piece.blocks)]
+        if piece.write:
+            ends = [*piece.places[1:], memory.numel()]
+            for block, data, place, end in zip(piece.blocks, piece.memory, piece.places, ends, strict=True):
+                memory[place : place + block.size].copy_(data)
+                memory[place + block.size : end].zero_()
+            if len(piece.blocks) > 1:
+                piece.checksums = self._checksums_of(piece)
+        return memory
+
+    def submit(self, piece: Piece, memory: torch.Tensor) -> Request:
+        """Hand a piece to the engine."""
+        first = piece.blocks[0]
         transfer = self._engine.write if piece.write else self._engine.read
-        alone = len(piece.parts) == 1
-        if piece.write and self._verify and not alone:
-            piece.checksums = self._checksums_of(piece)
-        return transfer(self._files[first.device], first.offset, memory, checksum=self._verify and alone)
+        return transfer(self._files[first.device], first.offset, memory, checksum=self._verify and len(piece.blocks) == 1)
 
     def check(self, piece: Piece, checksum: int | None) -> None:
         """Record what was written, compare what was read."""
         found: Sequence[int | None] = [checksum]
-        if len(piece.parts) > 1:
-            found = piece.checksums if piece.write or not self._verify else self._checksums_of(piece)
+        if len(piece.blocks) > 1:
+            found = piece.checksums if piece.write else self._checksums_of(piece)
         end = self._checks.end_write if piece.write else self._checks.end_read
-        for (block, _), each in zip(piece.parts, found or [None] * len(piece.parts), strict=True):
+        for block, each in zip(piece.blocks, found, strict=True):
             end(block, each)
 
-    def places(self, piece: Piece) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the memory of each block, behind where it is in the staging buffer."""
-        start = 0
-        for block, data in piece.parts:
-            yield start, data
-            start += self._padded(block)
+    def _checksums_of(self, piece: Piece) -> list[int | None]:
+        """Return the checksums of a row's blocks, each of what is moved where it is moved by itself."""
+        staging = piece.staging
+        assert staging is not None, "a row is staged"
+        if not self._verify:
+            return [None] * len(piece.blocks)
+        places = zip(piece.blocks, piece.places, strict=True)
+        return [crc32c(staging[place : place + self._span([block])]) for block, place in places]
 
-    def _checksums_of(self, piece: Piece) -> list[int]:
-        assert piece.staging is not None, "a row is staged"
-        starts = (start for start, _ in self.places(piece))
-        return [
-            crc32c(piece.staging[start : start + self._padded(block)])
-            for start, (block, _) in zip(starts, piece.parts, strict=True)
-        ]
-
-    def _padded(self, block: Block) -> int:
-        """Return the bytes of a block with what follows it up to the alignment of its file."""
-        return round_up(block.size, self._files[block.device].alignment)
+    def _span(self, blocks: Sequence[Block]) -> int:
+        """Return the bytes from the first block to the end of the last one, up to the alignment of their file."""
+        first, last = blocks[0], blocks[-1]
+        return last.offset - first.offset + round_up(last.size, self._files[last.device].alignment)
 
     def leave(self, piece: Piece) -> None:
         """Forget a piece that is over."""
@@ -259,7 +276,7 @@ class BlockIO:
     def withdraw(self, piece: Piece) -> None:
         """Register a piece no longer."""
         with self._lock:
-            for number in [block.number for block, _ in piece.parts]:
+            for number in [block.number for block in piece.blocks]:
                 if piece in self._under_way.get(number, ()):
                     self._under_way[number].remove(piece)
                     if not self._under_way[number]:
@@ -268,7 +285,7 @@ class BlockIO:
 
     def _rivals(self, piece: Piece) -> list[Piece]:
         under_way = self._under_way
-        others = (other for block, _ in piece.parts for other in under_way.get(block.number, ()))
+        others = (other for block in piece.blocks for other in under_way.get(block.number, ()))
         return [other for other in others if piece.write or other.write]
 
     def _take_staging(self, size: int) -> torch.Tensor:

@@ -16,8 +16,8 @@ Key = Hashable
 FreeSpace = tuple[Hashable, int]
 """A filesystem, and the bytes that are free on it."""
 
-_ROWS = 8
-"""For each of several devices, where there is as much that is small: enough that each comes near its share."""
+_ROWS_PER_DEVICE = 8
+"""Rows for each of several devices, at least: with fewer one of them would be far from its share."""
 
 _SPARE_PART = 20
 """One in so many bytes of free space is used only where no other filesystem has space: its own records need some."""
@@ -104,7 +104,7 @@ class Layout:
             key: round_up(size, self._alignment) for key, size in sizes.items() if 0 < size <= min(SMALL_BYTES, self.block_bytes)
         }
         devices = len(self._shares)
-        most = ROW_BYTES if devices == 1 else min(ROW_BYTES, sum(small.values()) // (_ROWS * devices))
+        most = ROW_BYTES if devices == 1 else min(ROW_BYTES, sum(small.values()) // (_ROWS_PER_DEVICE * devices))
         rows: list[list[Key]] = []
         room = 0
         for key, padded in small.items():

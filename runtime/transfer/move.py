@@ -93,7 +93,7 @@ def move(src: Location, dst: Location, *, by: Route, after: Pending | None = Non
         if dst.write is not None:
             if after is None and room is None:
                 return dst.write(source)
-            return by.submit(_Write(source, dst.write, after, room))
+            return by.submit(_Write([(dst, source)], [] if after is None else [after], by, room))
         assert dst.tensor is not None, "a location is memory, or can be written"
         copying = (by.link.to_device if dst.on_device else by.link.to_host)(source, dst.tensor, after)
         if room is not None:
@@ -106,9 +106,9 @@ def move(src: Location, dst: Location, *, by: Route, after: Pending | None = Non
 
 
 def move_together(rows: Sequence[tuple[Location, torch.Tensor]], *, by: Route, write: bool) -> list[Pending]:
-    """Start hops between drives and host memory, which is there and may be used; return what to wait for, for each of `rows`.
+    """Start hops between drives and host memory; return what to wait for, for each of `rows`.
 
-    What is `among` the same shards is moved together.
+    What is `among` the same shards is moved together. What is written is there; what is read comes after copies from its memory.
     """
     groups: dict[Shards | None, list[int]] = {}
     for number, (place, _) in enumerate(rows):
@@ -140,7 +140,7 @@ def write_together(
     size = sum(memory.nbytes for _, memory in rows)
     room.acquire(size)
     try:
-        return by.submit(_WriteTogether(rows, after, by, room, size))
+        return by.submit(_Write(rows, after, by, room))
     except BaseException:  # an interrupt while the lane is busy
         room.release(size)
         raise
@@ -183,26 +183,6 @@ def _copy(source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pe
 
 
 class _Write:
-    """Writes what is in host memory once it is there, and holds it until it is written."""
-
-    def __init__(
-        self, source: torch.Tensor, write: Callable[[torch.Tensor], Pending], after: Pending | None, room: InflightLimit | None
-    ) -> None:
-        self._source, self._write, self._after, self._room = source, write, after, room
-
-    def __call__(self) -> None:
-        size = self._source.nbytes
-        try:
-            if self._after is not None:
-                self._after.wait()
-            self._write(self._source).wait()
-        finally:
-            del self._source, self._after  # whoever waits for room finds it free
-            if self._room is not None:
-                self._room.release(size)
-
-
-class _WriteTogether:
     """Writes what is in host memory once all of it is there, and holds it until it is written."""
 
     def __init__(
@@ -211,18 +191,18 @@ class _WriteTogether:
         after: Sequence[Pending],
         by: Route,
         room: InflightLimit | None = None,
-        size: int = 0,
     ) -> None:
-        self._rows, self._after, self._by, self._room, self._size = rows, after, by, room, size
+        self._rows, self._after, self._by, self._room = rows, after, by, room
 
     def __call__(self) -> None:
+        size = sum(memory.nbytes for _, memory in self._rows)
         try:
             All(self._after).wait()
             All(list(dict.fromkeys(move_together(self._rows, by=self._by, write=True)))).wait()
         finally:
             self._rows, self._after = (), ()  # whoever waits for room finds it free
             if self._room is not None:
-                self._room.release(self._size)
+                self._room.release(size)
 
 
 class _Arrive:
@@ -310,7 +290,7 @@ class UpdateRoute:
                 writes.append((place, piece if into.tensor is None else into.tensor))
         if writes and self.device_apart:
             after = [copy for copy, (place, _, _) in zip(copies, rows, strict=True) if copy is not None and place.tensor is None]
-            under_way.append(self._submit(_WriteTogether(writes, after, self._by)))
+            under_way.append(self._submit(_Write(writes, after, self._by)))
         else:
             under_way += dict.fromkeys(move_together(writes, by=self._by, write=True))
         return [copy if place.tensor is not None else None for copy, (place, _, _) in zip(copies, rows, strict=True)]

@@ -15,7 +15,7 @@ import torch
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.pieces import cut_pieces
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.runtime.lanes.lanes import All, Pending
+from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN, Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
@@ -76,11 +76,11 @@ class NvmeShards:
 
     def read(self, index: int, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to read a shard into host memory of its size, or the pieces of it that begin at `start`."""
-        return self._all(index, into, start, write=False)
+        return self.move_together([(index, into, start)], write=False)
 
     def write(self, index: int, source: torch.Tensor, start: int = 0) -> Pending:
         """Start to write a shard from host memory, or the pieces of it that begin at `start`."""
-        return self._all(index, source, start, write=True)
+        return self.move_together([(index, source, start)], write=True)
 
     def blocks(self, index: int, first: int, last: int) -> list[tuple[int, int]]:
         """Return the blocks, in elements, that hold the elements [first, last) of a shard: each can be read by itself."""
@@ -107,12 +107,6 @@ class NvmeShards:
         first, last, count = rows[0][0], rows[-1][0], sum(tensor.nbytes for _, tensor, _ in rows)
         what = self._what(first) + ("" if len(rows) == 1 else f" .. {self.specs[last].name}")
         return self._meter.follow(WRITTEN if write else READ, count, moving, what)
-
-    def _all(self, index: int, flat: torch.Tensor, offset: int, *, write: bool) -> Pending:
-        transfer = self.store.write if write else self.store.read
-        moving = All.begun(transfer(key, part) for key, part in self._parts(index, flat, offset))
-        whole = moving.parts[0] if len(moving.parts) == 1 else moving
-        return self._meter.follow(WRITTEN if write else READ, flat.nbytes, whole, self._what(index))
 
     def _parts(self, index: int, flat: torch.Tensor, offset: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the extents of the pieces that a tensor holds from element `offset` on, each with its part."""

@@ -78,8 +78,14 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     return SwapHandle(unit, device, begin_after_landing(after, copy))
 
 
+def is_small_on_drive(unit: Unit | Tile) -> bool:
+    """Say whether a unit's shard is on a drive, and is best read with others: see `read_together`."""
+    on_drive = unit.backing is not None and unit.resident is None
+    return on_drive and unit.format.bytes(unit.shard_numel) <= SMALL_BYTES
+
+
 def read_together(units: Sequence[Unit | Tile], dst: str) -> list[SwapHandle]:
-    """Start the hop of several units of a context from drives to host memory, small ones by one request; see `swap_in`."""
+    """Start the hop of several small units of a context from drives to host memory; see `swap_in`."""
     handles = [SwapHandle(unit, _host_buffer(unit, dst)) for unit in units]
     rows = [(unit.location(), handle.shard) for unit, handle in zip(units, handles, strict=True)]
     for handle, reading in zip(handles, move_together(rows, by=route_of(units[0].context), write=False), strict=True):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,8 @@ from zinf_compile.ir.sizes import ROW_BYTES, SMALL_BYTES
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.storage.block_io import BlockIO
+from zinf_compile.runtime.storage.direct_file import File
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.extent_store import Store
 from zinf_compile.runtime.storage.extents import Layout
@@ -63,16 +68,43 @@ def tamper(store: Store, data: bytes, offset: int) -> None:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def files_aligned(alignments: Sequence[int]) -> Iterator[None]:
+    """Context in which files take direct transfers at these alignments, in turn; at 1 none: a filesystem that refuses them."""
+    really, turns = File._try_direct, itertools.cycle(alignments)
+
+    def try_direct(file: File, opened: int, flags: int) -> None:
+        alignment = next(turns)
+        if alignment > 1:
+            really(file, opened, flags)
+            file.alignment = alignment
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(File, "_try_direct", try_direct)
+        yield
+
+
 SIZES = st.lists(st.sampled_from([0, 1, 3072, PAGE, PAGE + 1, SMALL_BYTES, SMALL_BYTES + 1, 3 << 18]), min_size=1, max_size=9)
 
 
-@given(sizes=SIZES, data=st.data(), cap=st.sampled_from([PAGE, 5 * PAGE, 1 << 22]))
+@pytest.mark.parametrize("alignments", [(PAGE,), (1,), (PAGE, PAGE), (PAGE, 4 * PAGE), (PAGE, 1)], ids=str)
+@given(sizes=SIZES, data=st.data(), cap=st.sampled_from([4 * PAGE, 9 * PAGE, 1 << 22]), verify=st.booleans())
 def test_what_is_moved_together_is_what_is_moved_alone(
-    tmp_path_factory: pytest.TempPathFactory, engine: Engine, sizes: list[int], data: st.DataObject, cap: int
+    tmp_path_factory: pytest.TempPathFactory,
+    engine: Engine,
+    alignments: tuple[int, ...],
+    sizes: list[int],
+    data: st.DataObject,
+    cap: int,
+    verify: bool,
 ) -> None:
     folder, rows = tmp_path_factory.getbasetemp(), values_of(sizes)
-    shares = data.draw(st.sampled_from([(1.0,), (1.0, 2.0)]))
-    with Store([folder] * len(shares), [*enumerate(sizes)], engine=engine, staging_bytes=cap, shares=shares) as store:
+    shares = (1.0, 2.0)[: len(alignments)]
+    paths: dict[str, Any] = {"paths": [folder] * len(shares), "shares": shares}
+    with (
+        files_aligned(alignments),
+        Store(**paths, extents=[*enumerate(sizes)], engine=engine, staging_bytes=cap, verify=verify) as store,
+    ):
         store.staging.limit(cap)
         ways = st.sampled_from(["alone", "together"])
 
@@ -184,6 +216,48 @@ def test_a_failed_write_of_a_row_leaves_none_of_it_for_certain(
 
 def fail() -> None:
     raise OSError(5, "it burns")
+
+
+def test_memory_is_let_go_of_when_it_was_moved(tmp_path: Path, engine: Engine) -> None:
+    """Others of a row may be waited for much later, and hold the transfer until then."""
+    rows = values_of([3072, 100, SMALL_BYTES + 1])
+    with Store(tmp_path, [(key, value.numel()) for key, value in rows], engine=engine) as store:
+        store.write_together(rows).wait()
+        into = blanks(rows)
+        reading = store.read_together(into)
+        memories = [weakref.ref(memory.untyped_storage()) for _, memory in into]
+        reading.wait()
+        assert same(into, rows)
+        into.clear()
+        assert [memory() for memory in memories] == [None] * 3
+        assert reading.done()
+
+
+@pytest.mark.parametrize("moment", ["fill", "submit", "leave"])
+def test_an_interrupt_loses_no_staging_and_holds_nobody_up(
+    moment: str, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a row is copied to its buffer, handed to the engine, or taken off the list of those under way."""
+    rows = values_of([3072, 100, PAGE])
+    with Store(tmp_path, [(key, value.numel()) for key, value in rows], engine=engine, staging_bytes=1) as store:
+        really = getattr(BlockIO, moment)
+
+        def interrupted(*args: Any) -> None:
+            if moment == "submit":
+                really(*args)
+            raise KeyboardInterrupt
+
+        for _ in range(2 * store.staging.cap_bytes // (3 * PAGE) if moment == "submit" else 2):
+            with monkeypatch.context() as patched:
+                patched.setattr(BlockIO, moment, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    store.write_together(rows).wait()
+        into = blanks(rows)
+        store.write_together(rows).wait()
+        store.read_together(into).wait()
+        assert same(into, rows)
+        store.staging.clear()
+        assert store.staging.bytes == 0
 
 
 def test_rows_and_single_extents_that_meet_keep_their_order(tmp_path: Path, engine: Engine) -> None:
