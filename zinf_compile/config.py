@@ -199,8 +199,13 @@ class Config:
         """`tile` in bytes, or its default; None: no tiles."""
         if self.tile is not None:
             return parse_bytes(self.tile, option="tile")
-        first, _ = tile_range(0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory"))
+        first, _ = tile_range(self.device_bytes or 0)
         return first // 4 if first else None
+
+    @property
+    def device_bytes(self) -> int | None:
+        """`device_memory` in bytes."""
+        return None if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory")
 
     @property
     def reduction(self) -> torch.dtype | None:
@@ -209,7 +214,12 @@ class Config:
 
     def for_shards(self, numel: int) -> Config:
         """Return the same with the piece for a rank's shards of `numel` elements in all, where `compute_shape` has none."""
-        return self if "piece_numel" in (self.compute_shape or {}) else self.with_piece(piece_of(numel))
+        return self if self.has_piece else self.with_piece(piece_of(numel, self.device_bytes))
+
+    @property
+    def has_piece(self) -> bool:
+        """Whether `compute_shape` says how large a piece is."""
+        return "piece_numel" in (self.compute_shape or {})
 
     def with_piece(self, piece: int) -> Config:
         """Return the same with another piece; itself, with its signature, where it has that one."""

@@ -181,6 +181,17 @@ def test_small_models_have_small_pieces(numel: int, piece: int) -> None:
     assert Config(compute_shape={"piece_numel": 96, "chunk_bytes": 7}).for_shards(numel).shape().piece_numel == 96
 
 
+@pytest.mark.parametrize(
+    ("cap", "piece"),
+    [("1MiB", 1 << 18), ("256MiB", 1 << 19), ("511MiB", 1 << 19), ("512MiB", 1 << 20), ("2GiB", 4 << 20), ("80GiB", 4 << 20)],
+)
+def test_pieces_leave_room_for_three_chunks_under_a_cap(cap: str, piece: int) -> None:
+    assert Config(device_memory=cap).for_shards(10**10).placement().piece_numel == piece
+    assert Config(device_memory=cap).for_shards(10**6).placement().piece_numel == 1 << 18
+    pinned = Config(device_memory=cap, compute_shape={"piece_numel": 96})
+    assert pinned.for_shards(10**10).placement().piece_numel == 96
+
+
 def test_more_ranks_than_one_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = Mlp()

@@ -19,6 +19,7 @@ from training import BACKEND, adamw
 import zinf_compile
 from zinf_compile.backend.graph_compiler import _Measurer
 from zinf_compile.errors import BudgetError
+from zinf_compile.ir.compute_shape import piece_of
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.sharded.shortage import find_smallest
 
@@ -113,6 +114,16 @@ def test_the_cap_that_is_named_trains_parameters_in_another_order(tmp_path: Path
     options = {"params": "nvme", "nvme": str(tmp_path), "tile": 1 << 18}
     least = named_by(refusal_of(Stack(*widths), {**options, "device_memory": 1}))
     train(Stack(*widths), {**options, "device_memory": least}, kind=backwards)
+
+
+def test_pieces_follow_from_the_cap_that_is_named(tmp_path: Path) -> None:
+    """Of 33 M parameters they have more elements under the cap that works than under the one that was asked for."""
+    options = {"params": "device", "grads": "device", "optimizer": "nvme", "nvme": str(tmp_path), "compute_shape": {}}
+    model = Stack(4096, 4096, 4096)
+    least = named_by(refusal_of(model, {**options, "device_memory": 1}))
+    assert piece_of(1 << 25, least) > piece_of(1 << 25, 1)
+    assert named_by(refusal_of(model, {**options, "device_memory": least - 1})) == least
+    train(model, {**options, "device_memory": least}, steps=1)
 
 
 @pytest.mark.parametrize(

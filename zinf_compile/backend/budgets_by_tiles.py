@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from zinf_compile._torch import is_first_variant
 from zinf_compile.config import Config
+from zinf_compile.ir.compute_shape import piece_of
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.sharded.budget import GraphBudget
@@ -35,8 +36,15 @@ class BudgetsByTiles:
         context: Context,
         budget: GraphBudget,
         measure: Measure,
+        *,
+        shards: int | None,
     ) -> None:
-        """`config`, `captured` and `budget`: of the graph as it was compiled. `measure` traces it with others."""
+        """`config`, `captured` and `budget`: of the graph as it was compiled. `measure` traces it with others.
+
+        `shards`: the elements of a rank's shards, from which pieces follow as well; None where these are given.
+        """
+        follows = shards is not None and config.shape().piece_numel == piece_of(shards, config.device_bytes)
+        self._shards = shards if follows else None  # else parameters were partitioned with another piece
         self._config, self._captured, self._inputs, self._context = config, captured, inputs, context
         self._measure, self._unseen = measure, bool(budget.unseen)
         self._known: dict[Hashable, GraphBudget] = {}
@@ -47,6 +55,8 @@ class BudgetsByTiles:
     def __call__(self, device_memory: int) -> GraphBudget:
         """Return the budget with another `device_memory` and the tiles that follow from it."""
         config = dataclasses.replace(self._config, device_memory=device_memory, tile=None)
+        if self._shards is not None:
+            config = config.with_piece(piece_of(self._shards, device_memory))
         group = self._context.ranks.shard_group
         captured = cut_into_tiles(self._captured, self._inputs, config.placement(), group, from_placement=True)
         key = self._key(config, captured)
@@ -57,4 +67,5 @@ class BudgetsByTiles:
     def _key(self, config: Config, captured: Captured) -> Hashable:
         slots = list(captured.slots.values())
         tile = config.tile_bytes if self._unseen else None  # those of other graphs may be cut
-        return config.shape().bucket_of(slots), tile, *(slot.tiles for slot in slots)
+        shape = config.shape()
+        return shape.bucket_of(slots), shape.piece_numel, tile, *(slot.tiles for slot in slots)

@@ -151,7 +151,8 @@ class GraphCompiler:
             raise_limit()
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.ranks.shard_group)
         self.topology, slots = context.link.topology, list(captured.slots.values())
-        self.config = with_piece(self.config, example_inputs, sum(slot.numel for slot in slots) // context.ranks.shard_group.size)
+        shards = sum(slot.numel for slot in slots) // context.ranks.shard_group.size
+        self.config = with_piece(self.config, example_inputs, shards)
         self._together = self.config.chunk_loss is None and context.size > 1
         self.placements = self.place(slots, example_inputs)
         if is_open(self.config, self.topology) and len(self.placements.own) < len(slots):
@@ -173,8 +174,9 @@ class GraphCompiler:
         compiled = self._trace(gm, example_inputs, captured, context)
         context.memory.reservations.tiles_follow = default_tile
         measure = partial(self._measure, gm, example_inputs, context)
-        by_tiles = partial(BudgetsByTiles, self.config, captured, example_inputs, context, self._budget, measure)
-        self._budget.check(measure=by_tiles() if default_tile else None)
+        given = (self.config, captured, example_inputs, context, self._budget, measure)
+        free = None if asked.has_piece else shards
+        self._budget.check(measure=BudgetsByTiles(*given, shards=free) if default_tile else None)
         if not self.topology.host_apart:
             return_large_blocks(self._budget.caps.device)
         self._regions.compile(rank=context.rank, ranks=context.size)

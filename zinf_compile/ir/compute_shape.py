@@ -19,6 +19,9 @@ LEAST_PIECE_NUMEL = 1 << 18
 PIECES = 32
 """Pieces of a small model, at least, where they are no smaller than that: a step has one of each state in memory at a time."""
 
+BYTES_PER_PIECE_ELEMENT = 512
+"""Of a cap, for each element of a piece."""
+
 CHUNK_BYTES = 256 * 2**20
 """Of a chunk's logits in fp32. Measured on a head of 262,144 classes and width 768, run operator by operator: 64, 128 and 256 MiB
 take 1.5, 1.2 and 1.05 of the CPU time of eager's head and loss, as each chunk reads and writes the gradient of the weight once;
@@ -36,9 +39,14 @@ def tile_range(device_memory: int) -> tuple[int, int]:
     return first, 2 * first
 
 
-def piece_of(numel: int) -> int:
-    """Return the elements of a piece where a rank's shards have `numel` in all, and nobody says otherwise: a power of two."""
-    return min(PIECE_NUMEL, max(LEAST_PIECE_NUMEL, 1 << max(0, (numel // PIECES).bit_length() - 1)))
+def piece_of(numel: int, device_memory: int | None = None) -> int:
+    """Return the elements of a piece where a rank's shards have `numel` in all, and nobody says otherwise: a power of two.
+
+    Under a cap no more than leaves room for three chunks at a time, with which reads, updates and writes overlap: with three
+    fp32 states and a 16-bit parameter and gradient they have a tenth of it. The same between two caps of `tile_range`.
+    """
+    most = PIECE_NUMEL if device_memory is None else tile_range(device_memory)[0] // BYTES_PER_PIECE_ELEMENT
+    return min(PIECE_NUMEL, max(LEAST_PIECE_NUMEL, min(most, 1 << max(0, (numel // PIECES).bit_length() - 1))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
