@@ -372,6 +372,10 @@ def test_what_shards_cannot_answer_brings_the_whole_value(tmp_path: Path) -> Non
         lambda p: torch.tensor(p.data.tolist()),
         lambda p: p.data.flatten()[3],
         lambda p: torch.quantile(p.detach(), 0.5),
+        lambda p: p.detach().sum(0),
+        lambda p: p.data.norm(dim=1),
+        lambda p: p.detach().mean(1, keepdim=True),
+        lambda p: torch.linalg.vector_norm(p.detach(), dim=0),
     ):
         torch.testing.assert_close(read(mine), read(theirs))
     for model in (eager, ours):

@@ -110,8 +110,11 @@ class ShardedTensor(torch.Tensor):
         what = "parameter" if self.is_parameter else "a tensor partitioned like parameter"
         return [f"{operator}() of {what} {self._unit.name}, unit {self._unit.serial}, changes {self._shard_values.changes:08x}"]
 
-    def refuse(self, operator: str, because: str = "") -> NoReturn:
-        """Raise the error of an operation that needs whole values."""
+    def refuse(self, operator: str, because: str = "", *, answered_by_whole: bool = False) -> NoReturn:
+        """Raise the error of an operation that needs whole values.
+
+        `answered_by_whole`: they are all that it needs, whatever else is said; so it is where no reason is given.
+        """
         unit = self._unit
         where = f"spread over {unit.shard_group.size} ranks" if unit.shard_group.size > 1 else "kept off the device"
         if self.is_parameter:
@@ -124,7 +127,7 @@ class ShardedTensor(torch.Tensor):
             f"{subject}{because and '; ' + because}. Accepted: element-wise operators with scalars and with tensors of the same "
             f"shape and strides, sums, norms and dot products over all elements; for anything else {way}"
         )
-        if not because:
+        if answered_by_whole or not because:
             _refusals.add(error)
         raise error
 
