@@ -161,10 +161,8 @@ class Config:
     """The same as a one-dimensional device mesh; give this or `process_group`."""
 
     timeout_s: float = 600.0
-    """Seconds that a rank waits for the others before it raises `RankMismatchError`. Must cover one rank compiling alone.
-
-    Also the seconds without progress after which a drive raises `StoreError`.
-    """
+    """Seconds that a rank waits for the others before it raises `RankMismatchError`: must cover one rank compiling alone. Also
+    those without progress after which a drive raises `StoreError`."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None, *, mode: str | None = None, check_folders: bool = True) -> Config:
@@ -199,8 +197,7 @@ class Config:
         """`tile` in bytes, or its default; None: no tiles."""
         if self.tile is not None:
             return parse_bytes(self.tile, option="tile")
-        first, _ = tile_range(self.device_bytes or 0)
-        return first // 4 if first else None
+        return tile_range(self.device_bytes or 0)[0] // 4 or None
 
     @property
     def device_bytes(self) -> int | None:

@@ -224,7 +224,7 @@ def test_any_transfer_may_fail(
     way: str, error: type[BaseException], device: type[SimulatedDevice] | None, tmp_path: Path
 ) -> None:
     with simulating(device()) if device else contextlib.nullcontext():
-        failed = sweep(twins(tmp_path), way, error, 3 if way == "read" else 2)
+        failed = sweep(twins(tmp_path), way, error, 3 if way == "read" else 1)
     assert failed > (10 if way == "write" and error is KeyboardInterrupt else 20), "most writes are not the main thread's"
 
 
@@ -319,7 +319,7 @@ def test_no_room_for_a_second_gradient_leaves_the_first(drive: Path, monkeypatch
     check_same((ours, optimizer, eager, other), step=1)
 
 
-@pytest.mark.parametrize("number", [0, 5, 10])
+@pytest.mark.parametrize("number", [0, 3, 6])
 def test_a_drive_that_fails_while_parameters_move_there_changes_nothing(number: int, drive: Path) -> None:
     """No parameter is hollow before all are kept."""
     first = compiled(sundry(), options_for(("nvme",) * 3, drive, piece=PIECE))

@@ -132,13 +132,9 @@ class GraphCompiler:
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
         asked = self.config
-        self.config = follow_units(asked, self._given, example_inputs)
-        context = context_for(
-            self.config.resolve_group(),
-            captured.device,
-            timeout_s=self.config.timeout_s,
-            signature=self.config.signature(),
-        )
+        config = self.config = follow_units(asked, self._given, example_inputs)
+        group, signature = config.resolve_group(), config.signature()
+        context = context_for(group, captured.device, timeout_s=config.timeout_s, signature=signature)
         with context.ranks.telling():
             return self._compile(gm, example_inputs, captured, context, asked)
 
@@ -174,9 +170,8 @@ class GraphCompiler:
         compiled = self._trace(gm, example_inputs, captured, context)
         context.memory.reservations.tiles_follow = default_tile
         measure = partial(self._measure, gm, example_inputs, context)
-        given = (self.config, captured, example_inputs, context, self._budget, measure)
-        free = None if asked.has_piece else shards
-        self._budget.check(measure=BudgetsByTiles(*given, shards=free) if default_tile else None)
+        by_tiles = partial(BudgetsByTiles, self.config, captured, example_inputs, context, self._budget, measure)
+        self._budget.check(measure=by_tiles(shards=None if asked.has_piece else shards) if default_tile else None)
         if not self.topology.host_apart:
             return_large_blocks(self._budget.caps.device)
         self._regions.compile(rank=context.rank, ranks=context.size)
@@ -264,6 +259,7 @@ class GraphCompiler:
         run_passes(graph, inference_passes(**self._loss_settings()))
 
     def joint_passes(self) -> tuple[Pass, ...]:
+        """Return the passes of the joint graph."""
         return joint_passes(**self._loss_settings())
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
