@@ -17,7 +17,7 @@ import torch
 from late_training import PLACEMENTS, Options, same, train
 from rank_late import DEFECTS, watched_drives
 
-from zinf_compile.runtime import context, executor
+from zinf_compile.runtime import context, swap_steps
 from zinf_compile.runtime.device import link
 from zinf_compile.runtime.lanes.lanes import Done
 from zinf_compile.runtime.lanes.stream_lane import StreamTransfer, TransferToHost
@@ -108,9 +108,9 @@ def _is_there(buffer: ChunkBuffer) -> None:
 
 
 def _leaves_at_once(patch: Patch) -> None:
-    one, several = executor.swap_out, executor.swap_out_together
-    patch.setattr(executor, "swap_out", lambda unit, shard, dst, reduction: one(unit, shard, dst, Done()))
-    patch.setattr(executor, "swap_out_together", lambda leaving: several([(unit, shard, Done()) for unit, shard, _ in leaving]))
+    one, several = swap_steps.swap_out, swap_steps.swap_out_together
+    patch.setattr(swap_steps, "swap_out", lambda unit, shard, dst, reduction: one(unit, shard, dst, Done()))
+    patch.setattr(swap_steps, "swap_out_together", lambda leaving: several([(unit, shard, Done()) for unit, shard, _ in leaving]))
 
 
 def _one_buffer(patch: Patch) -> None:
