@@ -263,9 +263,9 @@ class BlockIO:
     def leave(self, piece: Piece) -> None:
         """Forget a piece that is over."""
         self.withdraw(piece)
-        if piece.staging is not None:
-            self._staging.give_back(piece.staging)
-            piece.staging = None
+        staging, piece.staging = piece.staging, None  # an interrupt may let this be done again: nothing is given twice
+        if staging is not None:
+            self._staging.give_back(staging)
 
     def lose_staging(self, piece: Piece) -> None:
         """Never use a piece's staging buffer again: the engine keeps it until the transfer is over."""
