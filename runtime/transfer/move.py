@@ -240,7 +240,7 @@ class UpdateRoute:
     def bring(self, rows: Sequence[tuple[Location, StagingBuffers]], under_way: list[Pending]) -> list[torch.Tensor]:
         """Start to bring pieces; return where each will be. What to wait for is added to `under_way`."""
         away = [number for number, (place, _) in enumerate(rows) if place.tensor is None]
-        reads = [(rows[number][0], _there(rows[number][1].host)) for number in away]
+        reads = [(rows[number][0], there(rows[number][1].host)) for number in away]
         reading = dict(zip(away, move_together(reads, by=self._by, write=False), strict=True))
         under_way += dict.fromkeys(reading.values())
         return [
@@ -255,16 +255,16 @@ class UpdateRoute:
         if not crosses(place, self._updated, self.link):
             self.link.wait_read(place.tensor)
             return place.tensor
-        buffer = _there(staging.device if self.update_on_device else staging.host)
+        buffer = there(staging.device if self.update_on_device else staging.host)
         under_way.append(move(place, Location(buffer, on_device=self.update_on_device), by=self._by))
         return buffer
 
     def _bring_on(self, reading: Pending, staging: StagingBuffers, under_way: list[Pending]) -> torch.Tensor:
         """Bring a piece on that is read from a drive to host memory."""
-        host = _there(staging.host)
+        host = there(staging.host)
         if not self.device_apart:
             return host
-        device = _there(staging.device)
+        device = there(staging.device)
         under_way.append(move(on_host(host), Location(device), by=self._by, after=reading))
         return device
 
@@ -275,25 +275,27 @@ class UpdateRoute:
 
         Return for each the transfer to memory on the other side, if it is one.
         """
-        copies = list[Pending | None]()
-        writes = list[tuple[Location, torch.Tensor]]()
+        found = list[Pending | None]()
+        writes, before = list[tuple[Location, torch.Tensor]](), list[Pending]()
         for place, piece, staging in rows:
-            source = Location(piece, on_device=self.update_on_device)
-            into = on_host(_there(staging.host)) if place.tensor is None and self.device_apart else place
-            copies.append(None)
-            if into.tensor is not None:
-                copying = move(source, into, by=self._by)
-                if crosses(source, into, self.link):
-                    copies[-1] = copying
-                    under_way.append(copying)
-            if place.tensor is None:
-                writes.append((place, piece if into.tensor is None else into.tensor))
-        if writes and self.device_apart:
-            after = [copy for copy, (place, _, _) in zip(copies, rows, strict=True) if copy is not None and place.tensor is None]
-            under_way.append(self._submit(_Write(writes, after, self._by)))
+            source, pending = Location(piece, on_device=self.update_on_device), None
+            if place.tensor is not None:
+                moving = move(source, place, by=self._by)
+                pending = moving if crosses(source, place, self.link) else None
+                under_way += [] if pending is None else [pending]
+            elif self.device_apart:
+                host = there(staging.host)
+                before.append(move(source, on_host(host), by=self._by))
+                under_way.append(before[-1])
+                writes.append((place, host))
+            else:
+                writes.append((place, piece))
+            found.append(pending)
+        if before:
+            under_way.append(self._submit(_Write(writes, before, self._by)))
         else:
             under_way += dict.fromkeys(move_together(writes, by=self._by, write=True))
-        return [copy if place.tensor is not None else None for copy, (place, _, _) in zip(copies, rows, strict=True)]
+        return found
 
     def copy_out(self, piece: torch.Tensor, into: torch.Tensor) -> None:
         """Copy a piece from where it is updated to host memory, and wait for it."""
@@ -314,6 +316,7 @@ class UpdateRoute:
         return self._lane().submit(job)
 
 
-def _there(buffer: torch.Tensor | None) -> torch.Tensor:
+def there(buffer: torch.Tensor | None) -> torch.Tensor:
+    """Return the memory that what passes through one side has there."""
     assert buffer is not None, "what passes has room"
     return buffer

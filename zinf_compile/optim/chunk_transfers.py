@@ -21,7 +21,7 @@ from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
 from zinf_compile.runtime.storage.stores import ShardStore, open_store
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, ChunkBuffers
-from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
+from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute, there
 from zinf_compile.runtime.units.saving import ShardsSave
 
 from .chunks import Chunk
@@ -76,8 +76,7 @@ class ChunkTransfers:
             return {}
         staging, route = self.staging(number, buffer), self.route
         return {
-            name: _there(staging[name].device if route.device_apart else staging[name].host)
-            for name in self.chunks[number].states
+            name: there(staging[name].device if route.device_apart else staging[name].host) for name in self.chunks[number].states
         }
 
     def buffer_for(self, number: int) -> ChunkBuffer:
@@ -113,7 +112,7 @@ class ChunkTransfers:
         """Let a save in the background have the states of a chunk, which were read to its buffer and are about to be updated."""
         if self.saving is not None and self.store is not None:
             staging = self.staging(number, buffer)
-            self._changing(number, {name: _there(staging[name].host) for name in self.chunks[number].states})
+            self._changing(number, {name: there(staging[name].host) for name in self.chunks[number].states})
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start writing the states of a chunk from its buffer."""
@@ -163,11 +162,6 @@ class ChunkTransfers:
         store, meter = self.store, self.context.lanes.meter
         assert store is not None
         return lambda source: meter.follow(WRITTEN, source.nbytes, store.write(key, source), key)
-
-
-def _there(room: torch.Tensor | None) -> torch.Tensor:
-    assert room is not None, "a column that comes from a drive has room"
-    return room
 
 
 def _key(chunk: Chunk, state: str) -> str:
