@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import tamper
 from programs import run_program
 
 from zinf_compile.errors import StoreError, StoreRequestError, StoreWarning
@@ -50,44 +51,34 @@ def read(store: Store, key: object = KEY, size: int = 3 * BLOCK + 100) -> torch.
     return into
 
 
-def tamper(store: Store, data: bytes, offset: int) -> None:
-    """Write past the store, at a place in its file; aligned, since the descriptor may be one for direct I/O."""
-    fd = os.open(f"/proc/self/fd/{fd_of(store)}", os.O_RDWR)
-    try:
-        assert os.pwrite(fd, data, offset) == len(data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 @pytest.mark.parametrize("at", [0, BLOCK - 1, 2 * BLOCK + 17, 3 * BLOCK + 99])
 def test_a_flipped_bit_is_noticed(store: Store, at: int) -> None:
     was = content(0)[at].item()
-    tamper(store, bytes([was ^ 4]), at)
+    tamper(fd_of(store), bytes([was ^ 4]), at)
     start = at // BLOCK * BLOCK
     with pytest.raises(StoreError, match=rf"bytes \[{start:,}, .*'exp_avg'.*offset {start:,} of the store's file in") as raised:
         read(store)
     assert raised.value.errno == errno.EBADMSG
-    tamper(store, bytes([was]), at)
+    tamper(fd_of(store), bytes([was]), at)
     assert read(store).equal(content(0))
 
 
 def test_a_lost_write_is_named(store: Store) -> None:
     old = bytes(content(0)[:BLOCK])
     store.write(KEY, content(1)).wait()
-    tamper(store, old, 0)
+    tamper(fd_of(store), old, 0)
     with pytest.raises(StoreError, match="generation 2; these are the bytes of the generation before: the last write was lost"):
         read(store)
 
 
 def test_a_misdirected_block_is_named(store: Store) -> None:
-    tamper(store, bytes(content(0)[BLOCK : 2 * BLOCK]), 0)
+    tamper(fd_of(store), bytes(content(0)[BLOCK : 2 * BLOCK]), 0)
     with pytest.raises(StoreError, match=r"these are the bytes \[8,192, 16,384\).*went to the wrong place"):
         read(store)
 
 
 def test_a_damaged_block_can_be_written_again(store: Store) -> None:
-    tamper(store, b"\0" * BLOCK, 0)
+    tamper(fd_of(store), b"\0" * BLOCK, 0)
     with pytest.raises(StoreError):
         read(store)
     store.write(KEY, content(2)).wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import tamper
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,16 +56,6 @@ def blanks(rows: Rows) -> Rows:
 def same(some: Rows, others: Rows) -> bool:
     """Say whether the same extents hold the same bytes."""
     return all(mine == theirs and a.equal(b) for (mine, a), (theirs, b) in zip(some, others, strict=True))
-
-
-def tamper(store: Store, data: bytes, offset: int) -> None:
-    """Write past the store, at a place in its file."""
-    fd = os.open(f"/proc/self/fd/{store.files[0].fd}", os.O_RDWR)
-    try:
-        assert os.pwrite(fd, data, offset) == len(data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -172,7 +162,7 @@ def test_a_changed_block_is_named_and_its_neighbours_can_be_read(tmp_path: Path,
     with Store(tmp_path, [(key, value.numel()) for key, value in rows], engine=engine) as store:
         store.write_together(rows).wait()
         (block,) = store.layout.find(broken).blocks
-        tamper(store, bytes([int(rows[broken][1][0]) ^ 1]), block.offset)
+        tamper(store.files[0].fd, bytes([int(rows[broken][1][0]) ^ 1]), block.offset)
         into = blanks(rows)
         with pytest.raises(StoreError, match=rf"of extent {broken} .*returned other bytes than were written"):
             store.read_together(into).wait()
@@ -283,7 +273,7 @@ def test_without_verification_rows_come_as_they_are(tmp_path: Path, engine: Engi
     rows = values_of([3072, 100])
     with Store(tmp_path, [(key, value.numel()) for key, value in rows], engine=engine, verify=False) as store:
         store.write_together(rows).wait()
-        tamper(store, bytes(3072), 0)
+        tamper(store.files[0].fd, bytes(3072), 0)
         into = blanks(rows)
         store.read_together(into).wait()
         assert into[0][1].sum() == 0
