@@ -17,6 +17,7 @@ home_planner — Decides the homes of the parameters of one captured graph, once
     caps.
 keep_units — Decides which full units stay gathered from a forward to its backward.
 kept_graphs — Graphs kept as they were before their plan, and programs that can be replaced.
+losses — How losses of one captured graph are computed: settings of the passes that chunk them.
 measured_costs — Costs of regions, links and updates from records of steps.
 placement_of_inputs — Placement of a graph whose parameters are partitioned already: theirs, in the place of the options'
     defaults.

@@ -22,10 +22,8 @@ from zinf_compile.optim.step_hooks import install
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, region_passes, run_passes, verify
 from zinf_compile.passes.activations.raise_saved_views import raise_saved_views
 from zinf_compile.passes.analysis.saved_memories import find_memories
-from zinf_compile.passes.graph.node_facts import counts_all, fake_value, pass_notes
+from zinf_compile.passes.graph.node_facts import counts_all, pass_notes
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
-from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
-from zinf_compile.passes.loss.chunk_loss import logits_bytes, may_chunk
 from zinf_compile.passes.lower import RegionCompiler, lower, run_by_operator
 from zinf_compile.plan.saved_homes import choose_homes
 from zinf_compile.runtime.context import Context, context_for
@@ -57,9 +55,10 @@ from .decide_memory import Cut, MemoryDecision, decide_memory
 from .double_backward import reject_double_backward
 from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
+from .losses import Losses
 from .placement_of_inputs import follow_units, follows_cap, placements_of, refuse_closed, with_piece
 from .plan_graphs import GraphPlanner
-from .regions import InductorRegions, decompositions, prepare
+from .regions import InductorRegions, prepare
 from .remake import ForwardRegions, plan_remade
 from .replan import replanner_of
 from .run_graph import runner
@@ -108,8 +107,7 @@ class GraphCompiler:
         """The values that decide bits. Tiers don't change it."""
         self._bucket = self.shape.bucket_bytes
         self._choices: Choices | None = None
-        self._together = False
-        """True if several ranks exchange sizes to decide which losses are chunked."""
+        self._losses: Losses | None = None
         self.topology = Topology(host_apart=False)
         self.placements = Placements(config.placement())
         """Where the states of each parameter live."""
@@ -121,8 +119,6 @@ class GraphCompiler:
         self._results: int | None = None
         """The number of a forward's outputs that are not saved for its backward."""
         self.planner: GraphPlanner | None = None
-        self._rules: dict[Any, Any] = {}
-        """Decompositions of operators that AOTAutograd keeps for `chunk_loss` to match."""
         self._forward_regions, self._regions = ForwardRegions(), InductorRegions(mode=config.mode, on_refusal=config.on_refusal)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
@@ -149,7 +145,6 @@ class GraphCompiler:
         self.topology, slots = context.link.topology, list(captured.slots.values())
         shards = sum(slot.numel for slot in slots) // context.ranks.shard_group.size
         self.config = with_piece(self.config, example_inputs, shards)
-        self._together = self.config.chunk_loss is None and context.size > 1
         self.placements = self.place(slots, example_inputs)
         if is_open(self.config, self.topology) and len(self.placements.own) < len(slots):
             together = is_first_variant()
@@ -158,6 +153,8 @@ class GraphCompiler:
         self._choices = Choices(slots, example_inputs, context, likely, first=is_first_variant())
         log_tiles(slots, self.number)
         self.shape = self.config.shape()
+        together = self.shape.chunk_loss is None and context.size > 1
+        self._losses = Losses(self.shape, self._choices, together=together)
         self._bucket = self.shape.bucket_of(slots)
         self._budget = self.make_budget(slots, example_inputs, context)
         self.planner = None if self.config.planner is None else self.make_planner(context)
@@ -182,12 +179,14 @@ class GraphCompiler:
 
     def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any], captured: Captured, context: Context) -> Compiled:
         """Run AOTAutograd and the passes on a captured graph."""
+        losses = self._losses
+        assert losses is not None, "how losses are computed is known before a graph is traced"
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             mark_inputs(joint, captured)
             reject_mutations(joint, captured)
             reject_sparse_gradients(joint, captured)
-            self._decide(joint)
+            losses.decide(joint)
             self.run_joint_passes(joint)
             joint.recompile()
             return self.cut(joint, joint_inputs, **kwargs)
@@ -197,21 +196,21 @@ class GraphCompiler:
                 if kind == "inference":
                     mark_inputs(graph, captured)
                     reject_mutations(graph, captured)
-                    self._decide(graph)
+                    losses.decide(graph)
                     self.run_inference_passes(graph)
                     self._decide_memory(Cut((graph,), None, self._bucket))
                 return self.finish(self.schedule(graph, kind), context)
 
             return compile_stage
 
-        if self._together and self._choices is not None and self._choices.any_chunks:
+        if losses.any_chunks:
             example_inputs = with_static_shapes(gm, example_inputs)
         compiler = aot_autograd(
             fw_compiler=stage("forward"),
             bw_compiler=stage("backward"),
             inference_compiler=stage("inference"),
             partition_fn=partition,
-            decompositions=self._decompositions(gm),
+            decompositions=losses.decompositions(gm),
         )
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)
@@ -256,11 +255,14 @@ class GraphCompiler:
 
     def run_inference_passes(self, graph: fx.GraphModule) -> None:
         """Rewrite a graph without a backward."""
-        run_passes(graph, inference_passes(**self._loss_settings()))
+        run_passes(graph, inference_passes(**self._settings()))
 
     def joint_passes(self) -> tuple[Pass, ...]:
         """Return the passes of the joint graph."""
-        return joint_passes(**self._loss_settings())
+        return joint_passes(**self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {} if self._losses is None else self._losses.settings()
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition the joint graph into forward and backward, and decide where the states of its parameters live."""
@@ -311,36 +313,6 @@ class GraphCompiler:
             hops=self.topology.hops,
         )
 
-    def _loss_settings(self) -> dict[str, Any]:
-        choices, together = self._choices, self._together
-        return {
-            "chunk": self.shape.chunk_loss,
-            "chunk_bytes": self.shape.chunk_bytes,
-            "worth": choices.chunks
-            if together and choices is not None
-            else (lambda logits: logits_bytes(fake_value(logits.product)) > self.shape.worth_bytes),
-            "rows": None if choices is None else choices.rows,
-            "rules": self._rules,
-            "token_tile": self.shape.token_tile,
-            "small": choices is not None and choices.several,
-            "align": self.config.compute == "inductor",
-        }
-
-    def _decide(self, graph: fx.GraphModule) -> None:
-        """Make the open choices for losses and lookups of this graph, a collective operation."""
-        if self._choices is not None:
-            self._choices.decide(graph.graph, losses=self._together, worth_bytes=self.shape.worth_bytes)
-
-    def _decompositions(self, gm: fx.GraphModule) -> dict[Any, Any] | None:
-        """Return AOTAutograd's decompositions, without the operators that `chunk_loss` matches if it may run."""
-        if self.config.compute != "inductor":
-            return None
-        together = self._choices if self._together else None
-        if not (may_chunk(gm, self.shape.chunk_loss, self.shape.worth_bytes) if together is None else together.may_chunk):
-            return decompositions()
-        self._rules = decompositions()
-        return {op: rule for op, rule in self._rules.items() if op not in WHOLE}
-
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""
         makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
@@ -371,7 +343,7 @@ class _Measurer(GraphCompiler):
     ) -> GraphBudget:
         """Return the budget of the graph that `like` compiles, with this configuration."""
         slots, self.topology = list(captured.slots.values()), like.topology
-        self._choices, self._together = like._choices, like._together
+        self._losses = like._losses
         self._bucket = self.shape.bucket_of(slots)
         self.placements, self.homes = self.place(slots, inputs), like.homes
         self._budget = GraphBudget(self.config, slots, inputs, context, self.placements, measuring=True)
