@@ -155,6 +155,11 @@ class Placement:
             object.__setattr__(self, "update", Tier(self.update))
 
     @property
+    def without_tiles(self) -> Placement:
+        """The same for parameters that are updated together: whether they are cut makes no difference."""
+        return self if self.tile is None else dataclasses.replace(self, tile=None)
+
+    @property
     def update_on_device(self) -> bool:
         """Whether the device updates parameters; where it is host memory that is the same."""
         return (self.update or self.optimizer) == Tier.DEVICE

@@ -41,7 +41,7 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
         if master:
             kept = {**kept, MASTER: master}
         if kept or converts or unit.placement.streams_values(topology):
-            fresh.setdefault((id(unit.context), unit.placement), []).append((p, kept))
+            fresh.setdefault((id(unit.context), unit.placement.without_tiles), []).append((p, kept))
     if fresh and record.offloaded is None:
         record.offloaded = known
         optimizer.register_state_dict_pre_hook(_before_state_dict)

@@ -254,7 +254,7 @@ def _chunk(trained: Sequence[ParameterSlot], placements: Placements, *, size: in
     """
     by_placement: dict[Placement, list[ParameterSlot]] = {}
     for slot in trained:
-        by_placement.setdefault(placements.own.get(slot.index, placements.rest), []).append(slot)
+        by_placement.setdefault(placements.own.get(slot.index, placements.rest).without_tiles, []).append(slot)
     found = [_chunk_of(alike, placement, size=size, topology=topology) for placement, alike in by_placement.items()]
     largest = max((numel for numel, _ in found), default=0)
     if len(found) > 1:  # what is planned for one is what all keep to
