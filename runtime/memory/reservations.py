@@ -63,8 +63,8 @@ class Reservations:
         self.declared_device: int | None = None
         self.declared_host: int | None = None
         """The last caps that options named, for this rank; what else it takes stays within them too."""
-        self.tiles_follow = False
-        """The sizes of tiles follow from `declared_device`."""
+        self.tiles_of: int | None = None
+        """The `device_memory` whose default tiles the parameters have; None: their sizes don't follow from it."""
         self.ahead: dict[Hashable, int] = {}
         """Bytes by which the transfers of a graph run ahead, as decided when all ranks compiled it, by what identifies it."""
         self.remade: dict[Hashable, int] = {}

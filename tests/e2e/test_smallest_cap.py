@@ -1,80 +1,25 @@
-"""The caps that refusals name: given as they are, they train, and a byte less does not."""
+"""The caps that refusals name: given as they are, they train, any larger one does, and a byte less does not."""
 
 from __future__ import annotations
 
-import itertools
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from capped_stack import ALL_AWAY, Stack, named_by, refusal_of, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import more
-from torch import nn
-from training import BACKEND, adamw
+from training import adamw
 
 import zinf_compile
 from zinf_compile.backend.graph_compiler import _Measurer
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.compute_shape import piece_of
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.sharded.shortage import find_smallest
-
-ALL_AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
-
-
-class Stack(nn.Module):
-    """Linear layers of these widths, of up to 6 MB each: default tiles cut some of them, at some caps."""
-
-    def __init__(self, *widths: int, tied: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths))
-        self.tied = tied
-        self.width = widths[0]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        for layer in reversed(self.layers) if self.tied else ():
-            x = x @ layer.weight
-        return x.square().mean()
-
-
-def train(model: Stack, options: dict[str, Any], *, steps: int = 2, kind: Any = adamw) -> None:
-    """Accumulate two batches, clip, step; what is held stays within the cap."""
-    torch.compiler.reset()
-    model.compile(backend=BACKEND, options={"compute": "fx", "compute_shape": {"piece_numel": 1 << 18}, **options})
-    optimizer = kind(model.parameters())
-    for _ in range(steps):
-        for _ in range(2):
-            model(torch.ones(2, model.width)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    zinf_compile.synchronize()
-
-
-def named_by(refusal: str, option: str = "device_memory") -> int:
-    found = re.search(
-        rf"the smallest{f'(?: {option})?' if option == 'device_memory' else f' {option}'} that works is ([\d,]+)",
-        refusal,
-        re.IGNORECASE,
-    )
-    assert found, refusal
-    return int(found[1].replace(",", ""))
-
-
-def refusal_of(model: Stack, options: dict[str, Any], **how: Any) -> str:
-    """Return what the error says; nothing where it trains."""
-    try:
-        train(model, options, **how)
-    except BudgetError as error:
-        return str(error)
-    return ""
-
+from zinf_compile.sharded.shortage import find_smaller_tiles, find_smallest
 
 tiers = st.sampled_from(["device", "nvme"])
 
@@ -88,8 +33,9 @@ def test_exactly_the_bytes_that_are_named_train(examples: int) -> None:
         away=st.one_of(st.just(ALL_AWAY), st.fixed_dictionaries(dict.fromkeys(ALL_AWAY, tiers))),
         tile=st.sampled_from([None, None, 1 << 18]),
         cap=st.sampled_from([1, 4 << 20, 8 << 20]),
+        larger=st.floats(1.0, 4.0),
     )
-    def check(widths: list[int], tied: bool, away: dict[str, str], tile: int | None, cap: int) -> None:
+    def check(widths: list[int], tied: bool, away: dict[str, str], tile: int | None, cap: int, larger: float) -> None:
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {**away, **({"nvme": folder} if "nvme" in away.values() else {})}
             if tile is not None:
@@ -100,6 +46,7 @@ def test_exactly_the_bytes_that_are_named_train(examples: int) -> None:
                 least = named_by(said)
                 train(Stack(*widths, tied=tied), {**options, "device_memory": least})
                 assert refusal_of(Stack(*widths, tied=tied), {**options, "device_memory": least - 1})
+                train(Stack(*widths, tied=tied), {**options, "device_memory": int(larger * least)}, steps=1)
 
     check()
 
@@ -145,6 +92,21 @@ def test_the_smallest_cap_is_found_where_needs_grow_with_it(ranges: dict[int, in
 
     found = find_smallest(lambda cap: ranges[borders.index(edges(cap)[0])], floor=6, edges=edges)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ({8: 40, 4: 30, 2: 20}, (20, 2)),
+        ({8: 40, 4: 36, 2: 20}, (40, 8)),
+        ({8: 40, 4: 40, 2: 20}, (40, 8)),
+        ({8: 9, 4: 5, 2: 1}, (2, 2)),
+        ({}, (50, 50)),
+    ],
+    ids=["each saves a lot", "one saves too little", "one saves nothing", "not below their range", "there are none"],
+)
+def test_tiles_are_halved_while_that_saves_much(needs: dict[int, int], expected: tuple[int, int]) -> None:
+    assert find_smaller_tiles(needs.__getitem__, 50, needs) == expected
 
 
 def test_later_refusals_name_what_works_as_well() -> None:

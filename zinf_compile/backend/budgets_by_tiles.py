@@ -54,15 +54,24 @@ class BudgetsByTiles:
 
     def __call__(self, device_memory: int) -> GraphBudget:
         """Return the budget with another `device_memory` and the tiles that follow from it."""
-        config = dataclasses.replace(self._config, device_memory=device_memory, tile=None)
-        if self._shards is not None:
-            config = config.with_piece(piece_of(self._shards, device_memory))
+        config = dataclasses.replace(self._with_shape_of(device_memory), device_memory=device_memory)
         group = self._context.ranks.shard_group
         captured = cut_into_tiles(self._captured, self._inputs, config.placement(), group, from_placement=True)
         key = self._key(config, captured)
         if key not in self._known:
             self._known[key] = self._measure(config, captured)
         return self._known[key]
+
+    def cut_as(self, device_memory: int) -> Config:
+        """Return the graph's own configuration, with the tiles and the piece that follow from another `device_memory`."""
+        config = self._with_shape_of(device_memory)
+        whole = max((slot.bytes for slot in self._captured.slots.values()), default=1)
+        tile = dataclasses.replace(config, device_memory=device_memory).tile_bytes
+        return dataclasses.replace(config, tile=tile or whole)
+
+    def _with_shape_of(self, device_memory: int) -> Config:
+        config = dataclasses.replace(self._config, tile=None)
+        return config if self._shards is None else config.with_piece(piece_of(self._shards, device_memory))
 
     def _key(self, config: Config, captured: Captured) -> Hashable:
         slots = list(captured.slots.values())

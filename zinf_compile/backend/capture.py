@@ -22,6 +22,7 @@ from zinf_compile._torch import (
     mutated_inputs,
     no_torch_function,
 )
+from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError, ZinfError
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement
@@ -207,6 +208,19 @@ def _mutation(slot: ParameterSlot, culprit: object) -> UnsupportedModelError:
 def _at(culprit: object) -> str:
     line = user_line(culprit) if isinstance(culprit, fx.Node) else ""
     return f"\n{line}" if line else ""
+
+
+def tell_of_tiles(asked: Config, taken: Config, number: int) -> None:
+    """Log that graph `number` works within the cap with smaller tiles than those that follow from it."""
+    _log.info(
+        "graph %d, and steps of an optimizer like Adam, don't fit %s bytes of device_memory with default tiles of %s: it has "
+        "tiles of %s (option tile), and pieces of %s elements",
+        number,
+        f"{asked.device_bytes:,}",
+        f"{asked.tile_bytes:,}",
+        f"{taken.tile_bytes:,}",
+        f"{taken.shape().piece_numel:,}",
+    )
 
 
 def log_tiles(slots: Iterable[ParameterSlot], number: int) -> None:

@@ -34,6 +34,7 @@ from zinf_compile.sharded.allowed_homes import farthest_homes, is_open
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.caps import agree_on_memory
+from zinf_compile.sharded.parameter import unit_of
 from zinf_compile.sharded.place_at_call import place_at_call
 from zinf_compile.sharded.recompile_limit import raise_limit
 
@@ -49,6 +50,7 @@ from .capture import (
     reject_assignments,
     reject_mutations,
     reject_sparse_gradients,
+    tell_of_tiles,
 )
 from .choices import Choices
 from .decide_memory import Cut, MemoryDecision, decide_memory
@@ -97,11 +99,15 @@ class GraphCompiler:
     """Compile the backward together with its forward: regions in parallel, errors before any parameter is partitioned."""
 
     def __init__(self, config: Config, *, given: Sequence[str] = ()) -> None:
-        self.config = config
         self._given = given
         """Names of the options that the user set."""
         self.number = len(_numbers)
         _numbers.append(self.number)
+        self.begin(config)
+
+    def begin(self, config: Config) -> None:
+        """Start anew with a configuration."""
+        self.config = config
         self._budget: GraphBudget | None = None
         self.shape = config.shape()
         """The values that decide bits. Tiers don't change it."""
@@ -132,19 +138,36 @@ class GraphCompiler:
         group, signature = config.resolve_group(), config.signature()
         context = context_for(group, captured.device, timeout_s=config.timeout_s, signature=signature)
         with context.ranks.telling():
-            return self._compile(gm, example_inputs, captured, context, asked)
+            follows = follows_cap(asked, self._given, example_inputs)
+            compiled = self._compile(gm, example_inputs, captured, context, asked, tiles_follow=follows)
+            if isinstance(compiled, Config):
+                tell_of_tiles(config, compiled, self.number)
+                self.begin(compiled)
+                compiled = self._compile(gm, example_inputs, captured, context, asked, tiles_follow=False)
+            assert callable(compiled), "tiles were chosen so that the graph fits"
+            return compiled
 
     def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], captured: Captured, context: Context, asked: Config
-    ) -> Compiled:
-        """Return the same, on the ranks of a context; `asked`: the options before they followed those of earlier graphs."""
-        default_tile = follows_cap(asked, self._given, example_inputs)
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        captured: Captured,
+        context: Context,
+        asked: Config,
+        *,
+        tiles_follow: bool,
+    ) -> Compiled | Config:
+        """Return the same, on the ranks of a context; the configuration with smaller tiles, where only that fits.
+
+        `asked`: the options before they followed those of earlier graphs; `tiles_follow`: tiles do from `device_memory`.
+        """
+        plans = len(context.plans)
         if context.size > 1 or farthest_homes(self.config, context.link.topology).params != Tier.DEVICE:
             raise_limit()
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.ranks.shard_group)
         self.topology, slots = context.link.topology, list(captured.slots.values())
-        shards = sum(slot.numel for slot in slots) // context.ranks.shard_group.size
-        self.config = with_piece(self.config, example_inputs, shards)
+        numel = sum(slot.numel for slot in slots) // context.ranks.shard_group.size
+        self.config = with_piece(self.config, example_inputs, numel)
         self.placements = self.place(slots, example_inputs)
         if is_open(self.config, self.topology) and len(self.placements.own) < len(slots):
             together = is_first_variant()
@@ -165,10 +188,20 @@ class GraphCompiler:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
         compiled = self._trace(gm, example_inputs, captured, context)
-        context.memory.reservations.tiles_follow = default_tile
-        measure = partial(self._measure, gm, example_inputs, context)
-        by_tiles = partial(BudgetsByTiles, self.config, captured, example_inputs, context, self._budget, measure)
-        self._budget.check(measure=by_tiles(shards=None if asked.has_piece else shards) if default_tile else None)
+        claims = context.memory.reservations
+        if tiles_follow or asked.tile is not None or asked.device_memory is None:
+            claims.tiles_of = asked.device_bytes if tiles_follow else None
+
+        def measure(config: Config, captured: Captured) -> GraphBudget:
+            return _Measurer(config).measure(gm, example_inputs, captured, context, like=self)
+
+        shards = None if asked.has_piece else numel
+        by_tiles = BudgetsByTiles(self.config, captured, example_inputs, context, self._budget, measure, shards=shards)
+        may_cut = is_first_variant() and not any(map(unit_of, example_inputs))
+        if (smaller := self._budget.check(measure=by_tiles if tiles_follow else None, may_cut=may_cut)) is not None:
+            claims.tiles_of = smaller
+            del context.plans[plans:]
+            return by_tiles.cut_as(smaller)
         if not self.topology.host_apart:
             return_large_blocks(self._budget.caps.device)
         self._regions.compile(rank=context.rank, ranks=context.size)
@@ -215,12 +248,6 @@ class GraphCompiler:
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)
         return reject_double_backward(compiled)
-
-    def _measure(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], context: Context, config: Config, captured: Captured
-    ) -> GraphBudget:
-        """Return the graph's budget with another configuration and other tiles."""
-        return _Measurer(config).measure(gm, inputs, captured, context, like=self)
 
     def place(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any]) -> Placements:
         """Return where the states of each parameter live: where they do already, or where the options say."""

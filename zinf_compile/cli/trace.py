@@ -168,11 +168,15 @@ class Recorder(GraphCompiler):
     backward_ahead = False
 
     def __init__(self, config: Config, number: int, found: list[Scheduled], *, world_size: int, after: str | None) -> None:
-        super().__init__(config)
-        self.number = number
-        self._found = found
+        self._found, self._before = found, len(found)
         self._world_size = world_size
         self._after = after
+        super().__init__(config)
+        self.number = number
+
+    def begin(self, config: Config) -> None:
+        super().begin(config)
+        del self._found[self._before :]
         self._joint_texts: tuple[str, str] | None = None
         self._graphs: dict[str, fx.GraphModule] = {}
 

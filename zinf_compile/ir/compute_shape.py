@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from .program import ParameterSlot
 
@@ -37,6 +37,14 @@ def tile_range(device_memory: int) -> tuple[int, int]:
         return 0, 4 * LEAST_TILE
     first = 1 << (device_memory.bit_length() - 1)
     return first, 2 * first
+
+
+def smaller_ranges(device_memory: int) -> Iterator[int]:
+    """Return one device_memory of each `tile_range` below that of this one, the largest first."""
+    first, _ = tile_range(device_memory)
+    while first:
+        first, _ = tile_range(first // 2)
+        yield max(1, first)
 
 
 def piece_of(numel: int, device_memory: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -39,7 +40,7 @@ from .graph_needs import GraphNeeds
 from .parameter import ShardedParameter, unit_of
 from .promised import bytes_beside, copies_to_come, not_held_yet, transient_of_unseen, unseen_parameters
 from .short_ranks import least_of_ranks
-from .shortage import Need, advice
+from .shortage import Need, advice, reserved_by_others
 
 _unplanned: weakref.WeakSet[Unit] = process_wide(weakref.WeakSet())
 """Units that were made before any graph: nothing has planned for their gradients and updates yet."""
@@ -82,26 +83,26 @@ class GraphBudget:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
         units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None}
         self._units = {index: unit for index, unit in units.items() if unit in _unplanned}
-        made_ahead = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
         self._caps_before = context.memory.reservations.caps
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._unseen: list[ParameterSlot] = []
         self._alike: frozenset[Any] = frozenset()
         """Shapes and types of these: any of them may take the place of a parameter."""
-        self._strict = False
+        self._for_all = self._strict = False
         self.later = self.promised = Sides(0, 0)
         """Transient memory of parameters that no graph has seen yet; what other graphs don't hold yet."""
+        self._promised: Sides | None = None
+        """The latter, as found before this graph's reservations."""
         self._claims: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
-        self._checked = False
-        self.measuring = measuring
+        self._checked, self.measuring = False, measuring
         self._together = together and context.size > 1
         self._needs = GraphNeeds(context, together=self._together)
         self.signature, self._tile = config.signature(), config.tile_bytes
         self.context, self._bucket = context, config.shape().bucket_of(slots)
         self._slots, self._size, self._topology = slots, shard_group_of(units.values(), context).size, context.link.topology
-        self._known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
+        self._known = [slot for slot in slots if slot in fresh or slot.index in self._units]
         self.saved_on_host, self._saves_on_drives = 0, False
         """Of values that a forward saves for its backward: bytes in host memory, and whether any are on drives."""
         self.place(placements or Placements(config.placement(), {index: unit.placement for index, unit in units.items()}))
@@ -168,7 +169,7 @@ class GraphBudget:
         """
         if not self.measuring:  # what nobody uses went before
             gc.collect()
-        self._strict, self._unseen = strict, list(unseen)
+        self._for_all, self._strict, self._unseen = True, strict, list(unseen)
         self._alike = frozenset((slot.shape, slot.dtype) for slot in unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
         self.promised = not_held_yet(self.context, self._units.values())
@@ -211,12 +212,13 @@ class GraphBudget:
         """Return how many bytes may be gathered, and how many gathered or in flight; more than one group ahead if `wanted`."""
         context, model = self.context, self.model
         transient = model.transient(measure_needs(graph, counts=self.counts), self.compute.measure(graph))
-        device = self._check_device(transient)
-        host = self._check_host(transient)
+        device, host = self._check_device(transient), self._check_host(transient)
         fixed = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         if self.measuring:
             return fixed
         next_gathered, next_inflight = self._one_ahead(graph, transient.widening)
+        if not self._for_all:
+            device, host = self._beside_all(transient)
         spare = Sides(device.spare, host.spare)
         plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=max(next_inflight, wanted))
         if context.size > 1:
@@ -227,6 +229,15 @@ class GraphBudget:
             return fixed
         ahead = transient.full + plan.ahead
         return min(int(ahead / transient.widening), max(next_gathered, BUCKETS_GATHERED * self._bucket)), ahead
+
+    def _beside_all(self, transient: TransientMemory) -> tuple[_Side, _Side]:
+        """Return what is left, and what works, beside all that steps will hold, of parameters of other graphs as well."""
+        trial = copy.copy(self)
+        trial._needs, trial.measuring = GraphNeeds(self.context, together=False), len(self.context.units) <= len(self._units)
+        trial.decide_for_all(self.unseen, strict=False)
+        trial.promised = self._promised = trial.promised if self._promised is None else self._promised
+        trial.place(trial.placements)
+        return trial._check_device(transient), trial._check_host(transient)
 
     def _agree(self, graph: fx.Graph, transient: TransientMemory, plan: GraphPlan) -> GraphPlan:
         """Return the plan of all ranks: what they send each other follows from it.
@@ -295,7 +306,7 @@ class GraphBudget:
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
         several = gathered + reduced > 0
-        stay, reserved = least - chunk - most - others, _reserved(others)
+        stay, reserved = least - chunk - most - others, reserved_by_others(others)
         computing = transient.compute
         saved = f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
         named = saved + f"{computing.temporaries:,} temporaries of compute, " if computing.peak else ""
@@ -336,7 +347,7 @@ class GraphBudget:
             Need(
                 side=Tier.HOST,
                 text=f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
-                f"{_reserved(self.promised.host)}"
+                f"{reserved_by_others(self.promised.host)}"
                 f"{most:,} in flight from drives and to them, {chunk:,} for one chunk of the optimizer's step"
                 + (f", {self.saved_on_host:,} of activations" if self.saved_on_host else ""),
                 fixed=least - most,
@@ -352,20 +363,29 @@ class GraphBudget:
         )
         return _Side(cap, max(0, cap - least - added), least + added)
 
-    def check(self, *, measure: Callable[[int], GraphBudget] | None = None) -> None:
+    def check(self, *, measure: Callable[[int], GraphBudget] | None = None, may_cut: bool = False) -> int | None:
         """Raise `BudgetError` for the graphs seen so far if one doesn't fit; from now on, at once for any other.
 
         `measure` returns the budget of the same graphs for another `device_memory`, where their tiles would follow from that.
+        Where they would fit with those of a smaller one, and `may_cut` their parameters so, that one is returned.
         """
         self._checked = True
         lacks = self._needs.lacks()
-        if self._needs.is_short(lacks):
-            self._claims.clear()  # the error's traceback keeps this object alive, and the graph won't run
-            error = self._needs.refusal(self, self.caps, lacks, measure)
-            self.context.memory.reservations.caps = self._caps_before
-            raise error
+        may_cut &= measure is not None
+        if (short := self._needs.is_short(lacks)) or (may_cut and self._needs.is_tight(lacks)):
+            claims, made, now = self.context.memory.reservations, self._claims, self.context.memory.reservations.caps
+            for claim in made:
+                claims.remove(claim)
+            self._claims, claims.caps = [], self._caps_before
+            found = self._needs.settle(self, self.caps, lacks, measure, short=short, may_cut=may_cut)
+            if found is not None:
+                return found
+            self._claims, claims.caps = made, now
+            for claim in made:
+                claims.add(claim)
         for unit in self._units.values():
             _unplanned.discard(unit)
+        return None
 
     def call(self) -> Call | None:
         """Return what each call of these graphs is checked for; None where activations don't count."""
@@ -378,7 +398,3 @@ class GraphBudget:
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
         cap = sys.maxsize if self.measuring else cap  # what nobody uses went before
         return held_bytes(ledger, more, cap, self.context.memory)
-
-
-def _reserved(count: int) -> str:
-    return f"{count:,} are reserved for what other graphs compiled in this process take later, " if count else ""

@@ -1,21 +1,21 @@
-"""What the forward and the backward of one captured graph need within the caps, and the refusal that names a cap for both.
+"""What the forward and the backward of one captured graph need within the caps, and what follows where that is too much.
 
-`GraphBudget` notes each need as it plans, and asks for the refusal once both are known.
+`GraphBudget` notes each need as it plans. Once both are known, they have smaller tiles or are refused, with a cap for both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from zinf_compile.errors import BudgetError
-from zinf_compile.ir.compute_shape import tile_range
+from zinf_compile.ir.compute_shape import smaller_ranges, tile_range
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 
 from .caps import Caps
 from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, worst_of_ranks
-from .shortage import Need, find_smallest, refusal, refusal_elsewhere
+from .shortage import Need, find_smaller_tiles, find_smallest, refusal, refusal_elsewhere
 
 
 class Works(Protocol):
@@ -51,10 +51,26 @@ class GraphNeeds:
         """Return whether this rank is short, or any of those that plan together. Collective where they do."""
         return any_rank_short(self._context, lacks, what="planning within the caps") if self._together else is_any_short(lacks)
 
-    def refusal(self, own: Works, caps: Caps, lacks: Mapping[Tier, Lack], measure: Callable[[int], Works] | None) -> BudgetError:
-        """Return the error that names a cap with which the graphs work, on all ranks where these refuse together.
+    def is_tight(self, lacks: Mapping[Tier, Lack]) -> bool:
+        """Return whether this rank, or any that plans with it, has no room for all that steps add. Collective likewise."""
+        tight = {side: dataclasses.replace(lack, needed=lack.works) for side, lack in lacks.items()}
+        return any_rank_short(self._context, tight, what="planning for steps") if self._together else is_any_short(tight)
 
-        `own`: the budget of these graphs. `measure` returns that of the same graphs for another `device_memory`.
+    def settle(
+        self,
+        own: Works,
+        caps: Caps,
+        lacks: Mapping[Tier, Lack],
+        measure: Callable[[int], Works] | None,
+        *,
+        short: bool,
+        may_cut: bool,
+    ) -> int | None:
+        """Return a smaller `device_memory` with whose tiles the graphs work in this one; None where there is none.
+
+        Then, if they are `short` of memory as they are, it raises the `BudgetError` that names a cap with which they work. All on
+        all ranks, where these plan together. `own`: the budget of these graphs. `measure` returns that of the same graphs for
+        another `device_memory`; `may_cut`: its tiles can be theirs.
         """
 
         def of_all(number: int) -> int:
@@ -71,9 +87,22 @@ class GraphNeeds:
                 return of_all(known[cap].works(Tier.DEVICE))
 
             floor = of_all(max((need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE), default=0))
-            smallest[Tier.DEVICE] = find_smallest(needed, floor=floor, edges=tile_range)
-            smallest[Tier.HOST] = of_all(known[max(known)].works(Tier.HOST))
-        return refusal(self._needs, smallest) or refusal_elsewhere(self._needs, smallest, worst)
+            least = works = find_smallest(needed, floor=floor, edges=tile_range)
+            if may_cut:
+                works, least = find_smaller_tiles(needed, works, smaller_ranges(works))
+            needed(least)
+            smallest = {Tier.DEVICE: works, Tier.HOST: of_all(known[least].works(Tier.HOST))}
+            allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
+
+            def fits(cap: int) -> bool:
+                return needed(cap) <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST)) <= allowed[Tier.HOST]
+
+            if may_cut and all(smallest[side] <= allowed[side] for side in SIDES):
+                found = [cap for cap in smaller_ranges(caps.device) if cap >= tile_range(least)[0]]
+                return next(filter(fits, found))
+        if not short:
+            return None
+        raise refusal(self._needs, smallest) or refusal_elsewhere(self._needs, smallest, worst)
 
     def _lack(self, side: Tier) -> Lack:
         here = [need for need in self._needs if need.side == side]

@@ -120,6 +120,11 @@ def advice(placement: Placement, *, topology: Topology, side: Tier, several: boo
     return text[:1].upper() + text[1:]
 
 
+def reserved_by_others(count: int) -> str:
+    """Return the part of a message about so many bytes."""
+    return f"{count:,} are reserved for what other graphs compiled in this process take later, " if count else ""
+
+
 def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[[int], tuple[int, int]]) -> int:
     """Return the smallest cap that is no less than what is needed under that cap.
 
@@ -133,6 +138,21 @@ def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[
         if works < following:
             return works
         cap = following
+
+
+def find_smaller_tiles(measure: Callable[[int], int], works: int, smaller: Iterable[int]) -> tuple[int, int]:
+    """Return the smallest cap that works if it may have the tiles of a smaller one, and a device_memory that has these.
+
+    `works` is the smallest with its own tiles. Of each range of `smaller` ones, the largest first, `measure` returns what its
+    tiles need. They are halved for as long as each time an eighth is saved: more of them are more transfers.
+    """
+    tiles_of = works
+    for cap in smaller:
+        needed = max(measure(cap), cap)
+        if needed > works - works // 8:
+            break
+        works, tiles_of = needed, cap
+    return works, tiles_of
 
 
 def advice_for_shards(placement: Placement, *, topology: Topology, side: Tier) -> str:
@@ -157,9 +177,9 @@ def name_cap(context: Context, side: Tier, works: int, *, smallest: bool = True)
     if side == Tier.HOST:
         return f"the smallest host_memory that works is {works * ranks_of_node():,}"
     claims = context.memory.reservations
-    now, then = (tile_range(cap)[0] for cap in (claims.declared_device or 0, works))
+    now, then = (tile_range(cap)[0] for cap in (claims.tiles_of or 0, works))
     text = f"{'the smallest' if smallest else 'a'} device_memory that works is {works:,}"
-    if claims.tiles_follow and now != then:
+    if claims.tiles_of is not None and now != then:
         largest = max((unit.bytes for unit in context.units), default=0)
         text += f", with option tile={now // 4 or largest}, as here"
     return text if smallest else f"{text}, or less with reshard_after_forward=True"

@@ -1,0 +1,193 @@
+"""Caps that are too small for their own default tiles: a graph has those of a smaller cap, as if option `tile` said so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from capped_stack import ALL_AWAY, Stack, named_by, refusal_of, train
+from tiers import context_of
+from torch import nn
+from training import BACKEND
+
+import zinf_compile
+from zinf_compile.cli.trace import trace
+from zinf_compile.config import Config
+from zinf_compile.errors import BudgetError
+from zinf_compile.ir.compute_shape import piece_of, tile_range
+from zinf_compile.sharded.parameter import unit_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+WIDTHS = (768, 1500, 1000)
+
+
+class Halves(nn.Module):
+    """Two graphs, of which the second one has the larger layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Stack(768, 64, 768), Stack(*WIDTHS)
+        self.width = 768
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.first(x)
+        torch._dynamo.graph_break()
+        return loss + self.second(x)
+
+
+def tiles_of(model: nn.Module) -> set[int | None]:
+    units = [unit_of(parameter) for parameter in model.parameters()]
+    return {unit.placement.tile for unit in units if unit is not None}
+
+
+def seeded(kind: Any = Stack, widths: tuple[int, ...] = WIDTHS) -> Any:
+    torch.manual_seed(3)
+    return kind(*widths)
+
+
+def default_tile(cap: int) -> int:
+    tile = Config(device_memory=cap).tile_bytes
+    assert tile is not None
+    return tile
+
+
+def away(folder: Path) -> dict[str, Any]:
+    return {**ALL_AWAY, "nvme": str(folder)}
+
+
+def too_small(options: dict[str, Any], *, kind: Any = Stack, widths: tuple[int, ...] = WIDTHS) -> int:
+    """Return a cap of the range above the smallest one that works, which would be refused with its own default tiles."""
+    least = named_by(refusal_of(kind(*widths), {**options, "device_memory": 1}))
+    cap = tile_range(least)[1]
+    own = named_by(refusal_of(kind(*widths), {**options, "device_memory": 1, "tile": tile_range(cap)[0] // 4}))
+    assert least < cap < own, "else nothing is tested"
+    return cap
+
+
+def test_numbers_are_those_of_the_tiles_that_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = away(tmp_path)
+    cap = too_small(options)
+    model = seeded()
+    with caplog.at_level(logging.INFO, logger="zinf_compile"):
+        losses = train(model, {**options, "device_memory": cap})
+    (tile,) = tiles_of(model)
+    default = default_tile(cap)
+    assert tile is not None
+    assert tile < default
+    assert f"default tiles of {default:,}: it has tiles of {tile:,}" in caplog.text
+    assert losses == train(seeded(), {**options, "device_memory": cap, "tile": tile})
+
+
+def test_the_caps_account_for_what_runs(tmp_path: Path) -> None:
+    """What the graph would have taken with its default tiles isn't counted beside it."""
+    options = away(tmp_path)
+    cap = too_small(options)
+    model = seeded()
+    train(model, {**options, "device_memory": cap})
+    claims = context_of(model).memory.reservations
+    assert claims.planned("device") <= cap
+    assert claims.tiles_of is not None
+    assert claims.tiles_of < cap
+
+
+def test_calls_with_other_sizes_keep_the_tiles(tmp_path: Path) -> None:
+    options = away(tmp_path)
+    cap = too_small(options)
+    model = seeded()
+    train(model, {**options, "device_memory": cap}, steps=1)
+    before = tiles_of(model)
+    for rows in (3, 1):
+        model(torch.ones(rows, model.width)).backward()
+    assert tiles_of(model) == before
+
+
+def test_pieces_are_smaller_too(tmp_path: Path) -> None:
+    options = {**away(tmp_path), "compute_shape": {}}
+    widths = (768, 1500, 1500, 1500)
+    cap = too_small(options, widths=widths)
+    model = seeded(widths=widths)
+    train(model, {**options, "device_memory": cap}, steps=1)
+    claims, numel = context_of(model).memory.reservations, sum(p.numel() for p in model.parameters())
+    (piece,) = {unit_of(p).placement.piece_numel for p in model.parameters()}  # type: ignore[union-attr]
+    assert piece == piece_of(numel, claims.tiles_of)
+
+
+@pytest.mark.parametrize("params", ["device", "nvme"])
+def test_two_graphs_train_within_any_larger_cap(params: str, tmp_path: Path) -> None:
+    """The first one leaves room for what the second one and steps will hold; the second one has smaller tiles by itself."""
+    options = {**away(tmp_path), "params": params}
+    least, refusal, seen = 0, "", set()
+    while refusal or not least:
+        least = named_by(refusal) if refusal else 1
+        refusal = refusal_of(Halves(), {**options, "device_memory": least})  # type: ignore[arg-type]
+    assert least < 22 << 20
+    for cap in (least + (1 << 18), tile_range(least)[1], 22 << 20, 25 << 20, 40 << 20):
+        model = Halves()
+        train(model, {**options, "device_memory": max(cap, least)})  # type: ignore[arg-type]
+        seen.add((*tiles_of(model.first), *tiles_of(model.second)))
+    assert any(first != second for first, second in seen), seen
+    assert any(first == second for first, second in seen), seen
+
+
+def test_parameters_that_are_cut_already_are_refused(tmp_path: Path) -> None:
+    """Where they were cut by the cap's own tiles; the error names a smaller cap, with smaller tiles."""
+    options = away(tmp_path)
+    cap = too_small(options)
+
+    def cut(cap: int) -> Stack:
+        with torch.device("meta"):
+            model = Stack(*WIDTHS)
+        return zinf_compile.partition(model, **options, device_memory=cap)
+
+    model = cut(cap)
+    with pytest.raises(BudgetError, match="That is less than is allowed, and makes smaller tiles") as caught:
+        train(model, {"device_memory": cap})
+    least = named_by(str(caught.value))
+    train(cut(least), {"device_memory": least})
+
+
+def test_a_graph_that_fits_without_states_has_the_default_ones(tmp_path: Path) -> None:
+    """Where states like Adam's don't fit with any: it may be trained by an optimizer without."""
+    options = {**away(tmp_path), "optimizer": "device", "params": "device"}
+    least = named_by(refusal_of(Stack(*WIDTHS), {**options, "device_memory": 1}))
+    states = 2 * sum(p.numel() * 4 for p in Stack(*WIDTHS).parameters())
+    cap = least - states // 2
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01, fused=True)
+
+    model = seeded()
+    train(model, {**options, "device_memory": cap}, kind=sgd)
+    assert tiles_of(model) == {default_tile(cap)}
+
+
+def test_a_dump_shows_the_graphs_that_run(tmp_path: Path) -> None:
+    options = {**away(tmp_path), "compute": "fx"}
+
+    def target() -> tuple[nn.Module, torch.Tensor]:
+        return Stack(*WIDTHS), torch.ones(2, 768)
+
+    with pytest.raises(BudgetError) as caught:
+        trace(target, options={**options, "device_memory": 1})
+    cap = tile_range(named_by(str(caught.value)))[1]
+    found = trace(target, options={**options, "device_memory": cap})
+    assert [each.kind for each in found] == ["forward", "backward"]
+    (tile,) = {each.shape.tile_bytes for each in found if each.shape is not None}
+    assert tile is not None
+    assert tile < default_tile(cap)
+
+
+def test_compiled_regions_run_in_such_tiles(tmp_path: Path) -> None:
+    options = {**away(tmp_path), "compute": "inductor"}
+    cap = too_small({**options, "compute": "fx"})
+    model = seeded()
+    model.compile(backend=BACKEND, options={**options, "device_memory": cap})
+    torch.compiler.reset()
+    loss = model(torch.ones(2, model.width))
+    loss.backward()
+    expected = seeded()(torch.ones(2, model.width))
+    torch.testing.assert_close(loss, expected)

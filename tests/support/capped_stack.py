@@ -1,0 +1,69 @@
+"""Linear layers that are trained within a cap, and what is said where they don't fit."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from training import BACKEND, adamw
+
+import zinf_compile
+from zinf_compile.errors import BudgetError
+
+ALL_AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+
+
+class Stack(nn.Module):
+    """Linear layers of these widths, of up to 6 MB each: default tiles cut some of them, at some caps."""
+
+    def __init__(self, *widths: int, tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths))
+        self.tied = tied
+        self.width = widths[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        for layer in reversed(self.layers) if self.tied else ():
+            x = x @ layer.weight
+        return x.square().mean()
+
+
+def train(model: Stack, options: dict[str, Any], *, steps: int = 2, kind: Any = adamw) -> list[float]:
+    """Accumulate two batches, clip, step; what is held stays within the cap. Return the losses."""
+    torch.compiler.reset()
+    model.compile(backend=BACKEND, options={"compute": "fx", "compute_shape": {"piece_numel": 1 << 18}, **options})
+    optimizer, losses = kind(model.parameters()), []
+    for _ in range(steps):
+        for _ in range(2):
+            loss = model(torch.ones(2, model.width))
+            loss.backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    zinf_compile.synchronize()
+    return losses
+
+
+def named_by(refusal: str, option: str = "device_memory") -> int:
+    found = re.search(
+        rf"the smallest{f'(?: {option})?' if option == 'device_memory' else f' {option}'} that works is ([\d,]+)",
+        refusal,
+        re.IGNORECASE,
+    )
+    assert found, refusal
+    return int(found[1].replace(",", ""))
+
+
+def refusal_of(model: Stack, options: dict[str, Any], **how: Any) -> str:
+    """Return what the error says; nothing where it trains."""
+    try:
+        train(model, options, **how)
+    except BudgetError as error:
+        return str(error)
+    return ""
