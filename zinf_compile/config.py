@@ -140,8 +140,8 @@ class Config:
 
     tile: int | str | None = None
     """Largest tile: a parameter of more bytes is cut into row tiles, each gathered, used and released by itself. Default: the
-    largest power of two within a quarter of `device_memory`, if that is given and the tile has 1 MiB or more; half of it, or less,
-    for a graph that works within that cap only so. Decides the last bits of sums over a tiled dimension."""
+    largest power of two within a quarter of `device_memory`, if that is given and the tile has 1 MiB or more; half of it or less
+    where a graph works only so. Decides the last bits of sums over a tiled dimension."""
 
     host_memory: int | str | None = None
     """Cap on host bytes of all ranks of a node together. If the device is host memory, both caps apply."""

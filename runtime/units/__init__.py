@@ -10,6 +10,7 @@ nvme_shards — Shards of a row of units on drives, each in pieces.
 offloaded_gradient — Gradients that live off their device, and changes of them that are made when they are next read.
 pending_updates — Updates of shards that a deferred step makes beside the next forward.
 placed — What a unit's placement says of its gradient, and of full copies of it.
+recut — Units that no graph has used yet, cut into other tiles.
 saving — A save in the background, as those see it who change what it has still to write.
 shard_changes — In-place changes of a shard, piece by piece, that mark it incomplete when they end in their middle.
 shard_layout — The layout of a unit in memory, and its cut into spans of which each rank has a part.

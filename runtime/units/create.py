@@ -42,11 +42,11 @@ def make_units(
     homes = [own.of_parameter(dim=p.dim(), numel=p.numel()) for (p, _), own in zip(parameters, given, strict=True)]
     tiles = [cut_parameter(p, name, own.tile, group.size) for (p, name), own in zip(parameters, given, strict=True)]
     specs = [
-        ShardSpec(name, shard_numel(p.numel(), group.size), p.dtype, _cuts(boxes, group))
+        ShardSpec(name, shard_numel(p.numel(), group.size), p.dtype, cuts_of(boxes, group))
         for (p, name), boxes in zip(parameters, tiles, strict=True)
     ]
-    backings = _make_backings(specs, context, homes)
-    pools = _make_gradient_pools([(p, spec) for (p, _), spec in zip(parameters, specs, strict=True)], context, homes)
+    backings = make_backings(specs, context, homes)
+    pools = make_gradient_pools([(p, spec) for (p, _), spec in zip(parameters, specs, strict=True)], context, homes)
     staying = [p for (p, _), backing in zip(parameters, backings, strict=True) if backing is None]
     shards = iter(make_shards(staying, group))
     units = []
@@ -79,13 +79,15 @@ def make_shards(parameters: list[torch.Tensor], group: ShardGroup) -> list[torch
     return [arenas[key][offset : offset + count] for key, offset, count in places]
 
 
-def _cuts(boxes: Sequence[Box], group: ShardGroup) -> tuple[int, ...]:
+def cuts_of(boxes: Sequence[Box], group: ShardGroup) -> tuple[int, ...]:
+    """Return the borders between tiles in a shard."""
     return tuple(border // group.size for border in borders_of(boxes)[1:-1])
 
 
-def _make_backings(
+def make_backings(
     specs: Sequence[ShardSpec], context: Context, homes: Sequence[Placement]
 ) -> list[NvmeBacking | HostBacking | None]:
+    """Return the memory or the space on drives of each shard; None for what stays on the device."""
     backings: list[NvmeBacking | HostBacking | None] = [None] * len(specs)
     for tier, numbers in _alike(home.params for home in homes).items():
         placement, own = homes[numbers[0]], [specs[number] for number in numbers]
@@ -111,9 +113,10 @@ def _make_backings(
     return backings
 
 
-def _make_gradient_pools(
+def make_gradient_pools(
     parameters: Sequence[tuple[torch.Tensor, ShardSpec]], context: Context, homes: Sequence[Placement]
 ) -> list[tuple[NvmeGradientPool, int] | None]:
+    """Return for each parameter the pool of gradients on its drive, and its number there; None where it has none."""
     pools: list[tuple[NvmeGradientPool, int] | None] = [None] * len(parameters)
     for tier, numbers in _alike(home.grads for home in homes).items():
         trained = [number for number in numbers if parameters[number][0].requires_grad]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from zinf_compile.cli.trace import trace
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.compute_shape import piece_of, tile_range
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.sharded.parameter import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
@@ -60,12 +62,12 @@ def away(folder: Path) -> dict[str, Any]:
 
 
 def too_small(options: dict[str, Any], *, kind: Any = Stack, widths: tuple[int, ...] = WIDTHS) -> int:
-    """Return a cap of the range above the smallest one that works, which would be refused with its own default tiles."""
+    """Return a cap that is no less than the smallest that works, and would be refused with its own default tiles."""
     least = named_by(refusal_of(kind(*widths), {**options, "device_memory": 1}))
-    cap = tile_range(least)[1]
-    own = named_by(refusal_of(kind(*widths), {**options, "device_memory": 1, "tile": tile_range(cap)[0] // 4}))
-    assert least < cap < own, "else nothing is tested"
-    return cap
+    for cap in (tile_range(least)[1], least):
+        if cap < named_by(refusal_of(kind(*widths), {**options, "device_memory": 1, "tile": default_tile(cap)})):
+            return cap
+    raise AssertionError("nothing is tested")
 
 
 def test_numbers_are_those_of_the_tiles_that_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,21 +135,37 @@ def test_two_graphs_train_within_any_larger_cap(params: str, tmp_path: Path) -> 
     assert any(first == second for first, second in seen), seen
 
 
-def test_parameters_that_are_cut_already_are_refused(tmp_path: Path) -> None:
-    """Where they were cut by the cap's own tiles; the error names a smaller cap, with smaller tiles."""
-    options = away(tmp_path)
-    cap = too_small(options)
+def partitioned(options: dict[str, Any]) -> Stack:
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = Stack(*WIDTHS)
+    made = zinf_compile.partition(model, **options)
+    assert isinstance(made, Stack)
+    return made
 
-    def cut(cap: int) -> Stack:
-        with torch.device("meta"):
-            model = Stack(*WIDTHS)
-        return zinf_compile.partition(model, **options, device_memory=cap)
 
-    model = cut(cap)
-    with pytest.raises(BudgetError, match="That is less than is allowed, and makes smaller tiles") as caught:
-        train(model, {"device_memory": cap})
-    least = named_by(str(caught.value))
-    train(cut(least), {"device_memory": least})
+@pytest.mark.parametrize(
+    ("params", "device"),
+    [("nvme", None), ("nvme", SimulatedDevice), ("host", SimulatedDevice)],
+    ids=["nvme", "nvme beside a device", "host"],
+)
+def test_parameters_that_are_partitioned_are_cut_anew(params: str, device: Any, tmp_path: Path) -> None:
+    """As long as nothing has used them: values are those that they had, and numbers those of the smaller tiles."""
+    options = {**away(tmp_path), "params": params, "compute_shape": {}}
+    with contextlib.ExitStack() as stack:
+        if device is not None:
+            stack.enter_context(simulating(device()))
+        cap = too_small(options)
+        model = partitioned({**options, "device_memory": cap})
+        before = [unit_of(p) for p in model.parameters()]
+        assert tiles_of(model) == {default_tile(cap)}
+        losses = train(model, {"device_memory": cap})
+        (tile,) = tiles_of(model)
+        assert tile is not None
+        assert tile < default_tile(cap)
+        assert [unit_of(p) for p in model.parameters()] == before
+        same = partitioned({**options, "device_memory": cap, "tile": tile})
+        assert losses == train(same, {"device_memory": cap})
 
 
 def test_a_graph_that_fits_without_states_has_the_default_ones(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from capped_stack import ALL_AWAY, Stack, named_by, refusal_of, train
 from rank_caps import held_on, same_on_all
 from tiers import context_of
 
+import zinf_compile
 from zinf_compile.config import Config
 from zinf_compile.sharded.parameter import unit_of
 
@@ -34,6 +35,24 @@ def smaller_tiles(rank: int, size: int) -> tuple[list[int], list[float], list[fl
         expected = train(seeded(), {**options, "device_memory": cap, "tile": tiles[1]})
         del held
         return tiles, losses, expected
+
+
+def cut_already(rank: int, size: int) -> tuple[str, str]:
+    """Return what is said where parameters were cut by a cap's tiles, for which it is a byte too small; and with others."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**ALL_AWAY, "nvme": folder, "timeout_s": 60}
+        cap = same_on_all(named_by(refusal_of(Stack(2048, 2048), {**options, "device_memory": 1, "tile": TILE}))) - 1
+
+        def said(**more: int) -> str:
+            with torch.device("meta"):
+                model = Stack(2048, 2048)
+            zinf_compile.partition(model, **options, **more, device_memory=cap)
+            return refusal_of(model, {"device_memory": cap, "timeout_s": 60})
+
+        refused = said()
+        tile = Config(device_memory=named_by(refused)).tile_bytes
+        assert tile is not None
+        return refused, said(tile=tile)
 
 
 def seeded() -> Stack:

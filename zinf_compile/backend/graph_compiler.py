@@ -34,7 +34,6 @@ from zinf_compile.sharded.allowed_homes import farthest_homes, is_open
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.caps import agree_on_memory
-from zinf_compile.sharded.parameter import unit_of
 from zinf_compile.sharded.place_at_call import place_at_call
 from zinf_compile.sharded.recompile_limit import raise_limit
 
@@ -58,7 +57,7 @@ from .double_backward import reject_double_backward
 from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
 from .losses import Losses
-from .placement_of_inputs import follow_units, follows_cap, placements_of, refuse_closed, with_piece
+from .placement_of_inputs import follow_units, follows_cap, may_cut, placements_of, recut_inputs, refuse_closed, with_piece
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, prepare
 from .remake import ForwardRegions, plan_remade
@@ -142,6 +141,7 @@ class GraphCompiler:
             compiled = self._compile(gm, example_inputs, captured, context, asked, tiles_follow=follows)
             if isinstance(compiled, Config):
                 tell_of_tiles(config, compiled, self.number)
+                recut_inputs(compiled, example_inputs)
                 self.begin(compiled)
                 compiled = self._compile(gm, example_inputs, captured, context, asked, tiles_follow=False)
             assert callable(compiled), "tiles were chosen so that the graph fits"
@@ -197,8 +197,8 @@ class GraphCompiler:
 
         shards = None if asked.has_piece else numel
         by_tiles = BudgetsByTiles(self.config, captured, example_inputs, context, self._budget, measure, shards=shards)
-        may_cut = is_first_variant() and not any(map(unit_of, example_inputs))
-        if (smaller := self._budget.check(measure=by_tiles if tiles_follow else None, may_cut=may_cut)) is not None:
+        measures, cuts = by_tiles if tiles_follow else None, is_first_variant() and may_cut(example_inputs)
+        if (smaller := self._budget.check(measure=measures, may_cut=cuts)) is not None:
             claims.tiles_of = smaller
             del context.plans[plans:]
             return by_tiles.cut_as(smaller)

@@ -9,14 +9,18 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from zinf_compile._torch import no_torch_function
 from zinf_compile.config import AUTO, Config
 from zinf_compile.errors import OptionError
 from zinf_compile.ir.placements import KINDS, Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement, Tier, Topology
+from zinf_compile.optim.record import all_records
+from zinf_compile.runtime.units.recut import recut
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.allowed_homes import farthest_homes
 from zinf_compile.sharded.parameter import unit_of
+from zinf_compile.sharded.unplanned import is_unplanned
 
 
 def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) -> Config:
@@ -93,6 +97,24 @@ def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -
         return False
     units = [unit for value in inputs if (unit := unit_of(value)) is not None and unit.shape and unit.numel]
     return all(unit.placement.tile == config.tile_bytes for unit in units)
+
+
+def may_cut(inputs: Sequence[Any]) -> bool:
+    """Return whether the parameters may be cut into other tiles: on one rank also those that nothing has used so far."""
+    units = {id(value): unit for value in inputs if (unit := unit_of(value)) is not None}
+    with no_torch_function():
+        if any(value.grad is not None for value in inputs if id(value) in units):
+            return False
+    if not all(unit.shard_group.size == 1 and is_unplanned(unit) and unit.saving is None for unit in units.values()):
+        return False
+    stepped = (parameter for _, record in all_records() for offloaded in record.offloaded or () for parameter in offloaded.kept)
+    return units.keys().isdisjoint(map(id, stepped))
+
+
+def recut_inputs(config: Config, inputs: Sequence[Any]) -> None:
+    """Cut parameters that are partitioned already as the config says."""
+    units = {id(unit): unit for value in inputs if (unit := unit_of(value)) is not None}
+    recut(list(units.values()), config.tile_bytes, config.shape().piece_numel)
 
 
 def _reduces_alike(unit: Unit, wanted: Placement, option: str) -> bool:

@@ -27,11 +27,11 @@ from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.allowed_homes import farthest_homes
-from zinf_compile.sharded.budget import plan_later
 from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.homes_ahead import homes_ahead
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_out, hollow_tensor
+from zinf_compile.sharded.unplanned import plan_later
 
 from .deferred_fills import DeferredFills
 from .from_checkpoint import load_values, open_files

@@ -68,6 +68,7 @@ tiled_gradient_ops — Changes of gradients that are off the device and too larg
 unpartitioned — Parameters of a partitioned model that no graph uses: whole on every rank, their gradients averaged.
 unpartitioned_report — Report at the first step of what is whole on every rank: parameters that no compiled graph uses,
     and their states.
+unplanned — Units that were made before any graph: nothing has planned for their gradients and updates yet.
 whole_values — Calls that need the whole value of a parameter off the device, on one process: it is loaded for them.
 """
 

@@ -8,7 +8,6 @@ import functools
 import gc
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,9 +29,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.host_limits import ranks_of_node
-from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.create import shard_group_of
-from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
@@ -41,14 +38,7 @@ from .parameter import ShardedParameter, unit_of
 from .promised import bytes_beside, copies_to_come, not_held_yet, transient_of_unseen, unseen_parameters
 from .short_ranks import least_of_ranks
 from .shortage import Need, advice, reserved_by_others
-
-_unplanned: weakref.WeakSet[Unit] = process_wide(weakref.WeakSet())
-"""Units that were made before any graph: nothing has planned for their gradients and updates yet."""
-
-
-def plan_later(units: Iterable[Unit]) -> None:
-    """Let the first graph that uses these units plan for their gradients and updates."""
-    _unplanned.update(units)
+from .unplanned import is_unplanned, planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +72,7 @@ class GraphBudget:
     ) -> None:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
         units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None}
-        self._units = {index: unit for index, unit in units.items() if unit in _unplanned}
+        self._units = {index: unit for index, unit in units.items() if is_unplanned(unit)}
         whole = sum(slot.bytes for slot in fresh)
         self._caps_before = context.memory.reservations.caps
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
@@ -383,8 +373,7 @@ class GraphBudget:
             self._claims, claims.caps = made, now
             for claim in made:
                 claims.add(claim)
-        for unit in self._units.values():
-            _unplanned.discard(unit)
+        planned(self._units.values())
         return None
 
     def call(self) -> Call | None:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from zinf_compile.errors import OptionError
 from zinf_compile.ir.compute_shape import smaller_ranges, tile_range
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
@@ -83,7 +85,10 @@ class GraphNeeds:
 
             def needed(cap: int) -> int:
                 alike = not self._together and tile_range(cap) == tile_range(caps.device)  # with the tiles of these graphs
-                known[cap] = own if alike else measure(cap)
+                try:
+                    known[cap] = own if alike else measure(cap)
+                except OptionError:  # more tiles than a graph may have, on all ranks
+                    return sys.maxsize
                 return of_all(known[cap].works(Tier.DEVICE))
 
             floor = of_all(max((need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE), default=0))
