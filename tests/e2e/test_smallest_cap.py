@@ -19,7 +19,7 @@ from zinf_compile.backend.graph_compiler import _Measurer
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.compute_shape import piece_of
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.sharded.shortage import find_smaller_tiles, find_smallest
+from zinf_compile.sharded.shortage import find_smallest, smaller_tiles
 
 tiers = st.sampled_from(["device", "nvme"])
 
@@ -106,7 +106,8 @@ def test_the_smallest_cap_is_found_where_needs_grow_with_it(ranges: dict[int, in
     ids=["each saves a lot", "one saves too little", "one saves nothing", "not below their range", "there are none"],
 )
 def test_tiles_are_halved_while_that_saves_much(needs: dict[int, int], expected: tuple[int, int]) -> None:
-    assert find_smaller_tiles(needs.__getitem__, 50, needs) == expected
+    *_, found = (50, 50), *smaller_tiles(needs.__getitem__, 50, needs)
+    assert found == expected
 
 
 def test_later_refusals_name_what_works_as_well() -> None:

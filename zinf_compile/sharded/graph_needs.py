@@ -17,7 +17,7 @@ from zinf_compile.runtime.context import Context
 
 from .caps import Caps
 from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, worst_of_ranks
-from .shortage import Need, find_smaller_tiles, find_smallest, refusal, refusal_elsewhere
+from .shortage import Need, find_smallest, refusal, refusal_elsewhere, smaller_tiles
 
 
 class Works(Protocol):
@@ -91,20 +91,18 @@ class GraphNeeds:
                     return sys.maxsize
                 return of_all(known[cap].works(Tier.DEVICE))
 
+            allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
+            for works, cap in smaller_tiles(needed, smallest[Tier.DEVICE], smaller_ranges(caps.device)) if may_cut else ():
+                if works <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST)) <= allowed[Tier.HOST]:
+                    return cap
+            if not short:
+                return None
             floor = of_all(max((need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE), default=0))
             least = works = find_smallest(needed, floor=floor, edges=tile_range)
             if may_cut:
-                works, least = find_smaller_tiles(needed, works, smaller_ranges(works))
+                *_, (works, least) = (works, works), *smaller_tiles(needed, works, smaller_ranges(works))
             needed(least)
             smallest = {Tier.DEVICE: works, Tier.HOST: of_all(known[least].works(Tier.HOST))}
-            allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
-
-            def fits(cap: int) -> bool:
-                return needed(cap) <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST)) <= allowed[Tier.HOST]
-
-            if may_cut and all(smallest[side] <= allowed[side] for side in SIDES):
-                found = [cap for cap in smaller_ranges(caps.device) if cap >= tile_range(least)[0]]
-                return next(filter(fits, found))
         if not short:
             return None
         raise refusal(self._needs, smallest) or refusal_elsewhere(self._needs, smallest, worst)

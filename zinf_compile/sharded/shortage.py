@@ -6,7 +6,7 @@ Raised from by the checks in `budget`, before anything is made that would exceed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.compute_shape import tile_range
@@ -140,19 +140,18 @@ def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[
         cap = following
 
 
-def find_smaller_tiles(measure: Callable[[int], int], works: int, smaller: Iterable[int]) -> tuple[int, int]:
-    """Return the smallest cap that works if it may have the tiles of a smaller one, and a device_memory that has these.
+def smaller_tiles(measure: Callable[[int], int], works: int, smaller: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield caps that work if they may have the tiles of smaller ones, each with a device_memory that has these.
 
-    `works` is the smallest with its own tiles. Of each range of `smaller` ones, the largest first, `measure` returns what its
-    tiles need. They are halved for as long as each time an eighth is saved: more of them are more transfers.
+    `works` is one that works as it is. Of each range of `smaller` ones, the largest first, `measure` returns what its tiles need.
+    They are halved for as long as each time an eighth is saved: more of them are more transfers.
     """
-    tiles_of = works
     for cap in smaller:
         needed = max(measure(cap), cap)
         if needed > works - works // 8:
-            break
-        works, tiles_of = needed, cap
-    return works, tiles_of
+            return
+        works = needed
+        yield works, cap
 
 
 def advice_for_shards(placement: Placement, *, topology: Topology, side: Tier) -> str:
