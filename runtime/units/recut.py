@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import weakref
 from collections.abc import Sequence
-
-import torch
 
 from zinf_compile._torch import no_torch_function
 from zinf_compile.ir.pieces import cut_pieces
@@ -41,7 +38,8 @@ def recut(units: Sequence[Unit], tile: int | None, piece_numel: int) -> None:
     with no_torch_function():
         boxes = [cut_parameter(parameter, unit.name, tile, 1) for unit, parameter in owned]
     specs = [
-        ShardSpec(unit.name, unit.shard_numel, unit.dtype, cuts_of(own, group)) for (unit, _), own in zip(owned, boxes, strict=True)
+        ShardSpec(unit.name, unit.shard_numel, unit.dtype, cuts_of(own, group))
+        for (unit, _), own in zip(owned, boxes, strict=True)
     ]
     away = [number for number, (unit, _) in enumerate(owned) if unit.on_drive]
     backings = dict(zip(away, make_backings([specs[n] for n in away], context, [homes[n] for n in away]), strict=True))

@@ -12,7 +12,7 @@ import torch
 from capped_stack import ALL_AWAY, Stack, named_by, refusal_of, train
 from tiers import context_of
 from torch import nn
-from training import BACKEND
+from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.cli.trace import trace
@@ -68,6 +68,28 @@ def too_small(options: dict[str, Any], *, kind: Any = Stack, widths: tuple[int, 
         if cap < named_by(refusal_of(kind(*widths), {**options, "device_memory": 1, "tile": default_tile(cap)})):
             return cap
     raise AssertionError("nothing is tested")
+
+
+def test_blocks_that_are_compiled_one_by_one_have_tiles_of_their_own(tmp_path: Path) -> None:
+    """Although they share the code of their forward, which was compiled before for the other one."""
+    losses: list[float] = []
+    for cap in (13 << 20, 40 << 20):
+        torch.compiler.reset()
+        torch.manual_seed(3)
+        model = Halves()
+        options = {"compute": "fx", "compute_shape": {"piece_numel": 1 << 18}, **away(tmp_path), "device_memory": cap}
+        for block in (model.first, model.second):
+            block.compile(backend=BACKEND, options=options)
+        optimizer = adamw(model.parameters())
+        for _ in range(2):
+            loss = model(torch.ones(2, 768))
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert tiles_of(model.first) == {default_tile(cap)}
+        assert (max(tiles_of(model.second), key=int) < default_tile(cap)) == (cap == 13 << 20)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-4), "1,500 addends, rounded in another order"
 
 
 def test_numbers_are_those_of_the_tiles_that_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

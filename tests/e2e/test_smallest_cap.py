@@ -98,12 +98,14 @@ def test_the_smallest_cap_is_found_where_needs_grow_with_it(ranges: dict[int, in
     ("needs", "expected"),
     [
         ({8: 40, 4: 30, 2: 20}, (20, 2)),
-        ({8: 40, 4: 36, 2: 20}, (40, 8)),
-        ({8: 40, 4: 40, 2: 20}, (40, 8)),
+        ({8: 40, 4: 38, 2: 20}, (20, 2)),
+        ({8: 40, 4: 38, 2: 37, 1: 10}, (37, 2)),
+        ({8: 40, 4: 41, 2: 42, 1: 10}, (40, 8)),
+        ({16: 50, 8: 50, 4: 50, 2: 20}, (20, 2)),
         ({8: 9, 4: 5, 2: 1}, (2, 2)),
         ({}, (50, 50)),
     ],
-    ids=["each saves a lot", "one saves too little", "one saves nothing", "not below their range", "there are none"],
+    ids=["each saves much", "one saves little", "two save little", "two save nothing", "uncut", "not below their range", "none"],
 )
 def test_tiles_are_halved_while_that_saves_much(needs: dict[int, int], expected: tuple[int, int]) -> None:
     *_, found = (50, 50), *smaller_tiles(needs.__getitem__, 50, needs)

@@ -197,7 +197,8 @@ class GraphCompiler:
 
         shards = None if asked.has_piece else numel
         by_tiles = BudgetsByTiles(self.config, captured, example_inputs, context, self._budget, measure, shards=shards)
-        measures, cuts = by_tiles if tiles_follow else None, is_first_variant() and may_cut(example_inputs)
+        alone, measures = context.size == 1, by_tiles if tiles_follow else None
+        cuts = (alone or is_first_variant()) and may_cut(example_inputs, alone=alone)
         if (smaller := self._budget.check(measure=measures, may_cut=cuts)) is not None:
             claims.tiles_of = smaller
             del context.plans[plans:]

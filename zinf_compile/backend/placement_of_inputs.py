@@ -99,14 +99,14 @@ def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -
     return all(unit.placement.tile == config.tile_bytes for unit in units)
 
 
-def may_cut(inputs: Sequence[Any]) -> bool:
-    """Return whether the parameters may be cut into other tiles: on one rank also those that nothing has used so far."""
+def may_cut(inputs: Sequence[Any], *, alone: bool) -> bool:
+    """Return whether the parameters may be cut into other tiles: `alone`, also those that nothing has used."""
     units = {id(value): unit for value in inputs if (unit := unit_of(value)) is not None}
+    if not (alone or not units) or not all(is_unplanned(unit) and unit.saving is None for unit in units.values()):
+        return False
     with no_torch_function():
         if any(value.grad is not None for value in inputs if id(value) in units):
             return False
-    if not all(unit.shard_group.size == 1 and is_unplanned(unit) and unit.saving is None for unit in units.values()):
-        return False
     stepped = (parameter for _, record in all_records() for offloaded in record.offloaded or () for parameter in offloaded.kept)
     return units.keys().isdisjoint(map(id, stepped))
 

@@ -144,14 +144,19 @@ def smaller_tiles(measure: Callable[[int], int], works: int, smaller: Iterable[i
     """Yield caps that work if they may have the tiles of smaller ones, each with a device_memory that has these.
 
     `works` is one that works as it is. Of each range of `smaller` ones, the largest first, `measure` returns what its tiles need.
-    They are halved for as long as each time an eighth is saved: more of them are more transfers.
+    They are halved until two times in a row less than an eighth is saved: more of them are more transfers, and longer to trace.
     """
+    in_vain = 0
     for cap in smaller:
         needed = max(measure(cap), cap)
-        if needed > works - works // 8:
+        if needed == works:  # nothing is cut otherwise
+            continue
+        in_vain = 0 if needed <= works - works // 8 else in_vain + 1
+        if needed < works:
+            works = needed
+            yield works, cap
+        if in_vain == 2:
             return
-        works = needed
-        yield works, cap
 
 
 def advice_for_shards(placement: Placement, *, topology: Topology, side: Tier) -> str:
