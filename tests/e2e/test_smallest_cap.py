@@ -201,6 +201,6 @@ def test_a_graph_is_traced_once_for_each_way_to_cut_its_parameters(
     options = {**ALL_AWAY, "nvme": str(tmp_path)}
     named = named_by(refusal_of(Stack(*widths), {**options, "device_memory": 1}))
     assert named > more_than
-    assert traced == caps
+    assert sorted(traced) == caps  # type: ignore[type-var]
     assert refusal_of(Stack(*widths), {**options, "device_memory": named}) == ""
     assert f"{named:,}" in refusal_of(Stack(*widths), {**options, "device_memory": named - 1})

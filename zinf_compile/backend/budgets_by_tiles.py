@@ -63,11 +63,9 @@ class BudgetsByTiles:
         return self._known[key]
 
     def cut_as(self, device_memory: int) -> Config:
-        """Return the graph's own configuration, with the tiles and the piece that follow from another `device_memory`."""
+        """Return the graph's own configuration, with the tiles and the piece of another `device_memory`."""
         config = self._with_shape_of(device_memory)
-        whole = max((slot.bytes for slot in self._captured.slots.values()), default=1)
-        tile = dataclasses.replace(config, device_memory=device_memory).tile_bytes
-        return dataclasses.replace(config, tile=tile or whole)
+        return dataclasses.replace(config, tile=dataclasses.replace(config, device_memory=device_memory).tile_bytes)
 
     def _with_shape_of(self, device_memory: int) -> Config:
         config = dataclasses.replace(self._config, tile=None)

@@ -40,11 +40,11 @@ def tile_range(device_memory: int) -> tuple[int, int]:
 
 
 def smaller_ranges(device_memory: int) -> Iterator[int]:
-    """Return one device_memory of each `tile_range` below that of this one, the largest first."""
+    """Yield the first device_memory of each `tile_range` below that of this one, the largest first."""
     first, _ = tile_range(device_memory)
-    while first:
-        first, _ = tile_range(first // 2)
-        yield max(1, first)
+    while first > 4 * LEAST_TILE:
+        first //= 2
+        yield first
 
 
 def piece_of(numel: int, device_memory: int | None = None) -> int:

@@ -91,18 +91,21 @@ class GraphNeeds:
                     return sys.maxsize
                 return of_all(known[cap].works(Tier.DEVICE))
 
-            allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
-            for works, cap in smaller_tiles(needed, smallest[Tier.DEVICE], smaller_ranges(caps.device)) if may_cut else ():
-                if works <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST)) <= allowed[Tier.HOST]:
-                    return cap
-            if not short:
-                return None
-            floor = of_all(max((need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE), default=0))
-            least = works = find_smallest(needed, floor=floor, edges=tile_range)
+            works, found = smallest[Tier.DEVICE], None
             if may_cut:
-                *_, (works, least) = (works, works), *smaller_tiles(needed, works, smaller_ranges(works))
-            needed(least)
-            smallest = {Tier.DEVICE: works, Tier.HOST: of_all(known[least].works(Tier.HOST))}
+                allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
+                for fits, cap in smaller_tiles(needed, works, smaller_ranges(caps.device)):
+                    if fits <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST)) <= allowed[Tier.HOST]:
+                        return cap
+                if not short:
+                    return None
+                *_, found = None, *smaller_tiles(needed, works, smaller_ranges(works))
+            if found is None:  # no smaller tiles need less
+                fixed = (need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE)
+                works = find_smallest(needed, floor=of_all(max(fixed, default=0)), edges=tile_range)
+                needed(works)
+                found = works, works
+            smallest = {Tier.DEVICE: found[0], Tier.HOST: of_all(known[found[1]].works(Tier.HOST))}
         if not short:
             return None
         raise refusal(self._needs, smallest) or refusal_elsewhere(self._needs, smallest, worst)
