@@ -10,7 +10,7 @@ import itertools
 from collections import defaultdict
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
 from zinf_compile.plan.problem import StepProblem, gaps
@@ -85,13 +85,19 @@ def optimum(problem: StepProblem, *, seconds: float = 60.0, gap: float = 1e-4) -
     ).tocsr()
     objective = np.zeros(len(lower))
     objective[period] = 1.0
-    found = milp(
-        objective,
-        constraints=LinearConstraint(matrix, lb=np.array(rows.least)),
-        bounds=Bounds(np.array(lower), np.array(upper)),
-        integrality=np.array(whole),
-        options={"time_limit": seconds, "mip_rel_gap": gap},
-    )
+
+    def solve(*, presolve: bool) -> OptimizeResult:
+        return milp(
+            objective,
+            constraints=LinearConstraint(matrix, lb=np.array(rows.least)),
+            bounds=Bounds(np.array(lower), np.array(upper)),
+            integrality=np.array(whole),
+            options={"time_limit": seconds, "mip_rel_gap": gap, "presolve": presolve},
+        )
+
+    found = solve(presolve=True)
+    if found.x is None:  # HiGHS gives up on a few problems that it has simplified ("Solve error")
+        found = solve(presolve=False)
     assert found.x is not None, found.message
     return float(found.fun), float(found.mip_dual_bound)
 
