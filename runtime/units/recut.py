@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 from zinf_compile._torch import no_torch_function
 from zinf_compile.ir.pieces import cut_pieces
-from zinf_compile.ir.tiling import borders_of, cut_parameter
+from zinf_compile.ir.tiling import cut_parameter
 from zinf_compile.runtime.transfer.move import move, on_host, route_of
 
 from .backing import NvmeBacking
 from .create import cuts_of, make_backings, make_gradient_pools
 from .nvme_shards import ShardSpec
-from .shard_layout import cut_spans
-from .unit import Tile, Unit
+from .unit import Unit
 
 
 def recut(units: Sequence[Unit], tile: int | None, piece_numel: int) -> None:
@@ -48,11 +47,9 @@ def recut(units: Sequence[Unit], tile: int | None, piece_numel: int) -> None:
         assert isinstance(backing, NvmeBacking), "on a drive"
         _copy(owned[number][0], specs[number], backing, piece_numel)
     for number, ((unit, _), own, pool) in enumerate(zip(owned, boxes, pools, strict=True)):
-        unit.placement, unit.boxes, unit.gradient_pool = homes[number], own, pool
-        unit.spans = cut_spans(unit.numel, borders_of(own)[1:-1], group.size)
-        unit.tiles = [Tile(unit, n) for n in range(len(own))]
+        unit.placement, unit.gradient_pool = homes[number], pool
         unit.backing = backings.get(number, unit.backing)
-        unit.__dict__.pop("layout", None)  # cached
+        unit.cut(own)
 
 
 def _copy(unit: Unit, spec: ShardSpec, into: NvmeBacking, piece_numel: int) -> None:

@@ -68,10 +68,7 @@ class Unit(DenseLayout, Placed, Updatable):
         """The number of the parameter among those of these ranks; equal on all, since all partition in the same order."""
         self.family = self.serial
         """The serial of the first parameter that was partitioned together with this one."""
-        self.boxes = tuple(tiles)
-        """The boxes of its tiles; none where it is gathered as a whole."""
-        self.spans = cut_spans(self.numel, borders_of(self.boxes)[1:-1], self.shard_group.size)
-        self.tiles = [Tile(self, number) for number in range(len(self.boxes))]
+        self.cut(tiles)
         self._shard = shard
         self.backing = backing
         """The backing of the shard; None: it is on the device, in `shard`."""
@@ -90,6 +87,13 @@ class Unit(DenseLayout, Placed, Updatable):
         self.last_step: StepDone | None = None
         self._whole: torch.Tensor | None = None
         self._replaced = False  # by memory that others have given
+
+    def cut(self, boxes: Sequence[Box]) -> None:
+        """Have tiles with these boxes; none where it is gathered as a whole."""
+        self.boxes = tuple(boxes)
+        self.spans = cut_spans(self.numel, borders_of(self.boxes)[1:-1], self.shard_group.size)
+        self.tiles = [Tile(self, number) for number in range(len(self.boxes))]
+        self.__dict__.pop("layout", None)  # cached
 
     @property
     def shard_group(self) -> ShardGroup:
