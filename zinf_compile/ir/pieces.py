@@ -7,7 +7,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-from .sizes import PIECE_ALIGN
+from .sizes import PIECE_ALIGN, SMALL_NUMEL
 
 
 class Granularity(enum.Enum):
@@ -71,9 +71,12 @@ def cut_chunks(
     divisions: Sequence[Division] | None = None,
     rank: int = 0,
 ) -> list[tuple[Piece, ...]]:
-    """Fill chunks of up to `piece_numel` elements, gaps included, with the pieces of shards of these sizes, in order.
+    """Fill chunks of up to `piece_numel` elements, gaps included, with the pieces of shards of these sizes: small shards first.
 
     `chunk_numel`: fewer elements of a chunk than that, where it was planned so.
+
+    One gather may bring the small units of all layers, such as those that autocast leaves in full precision. In the chunks of
+    their layers the last of these would be updated at the end of a step, and the forward behind it would wait for all of it.
 
     `cuts` are where each shard is cut besides, `divisions` (by default all by range) say which pieces this `rank` has. A chunk
     has one piece of each shard. A piece that doesn't fit into what is left of a chunk begins the next one; one alone may exceed
@@ -82,7 +85,7 @@ def cut_chunks(
     chunks: list[list[Piece]] = []
     used, most = 0, min(piece_numel, chunk_numel or piece_numel)
     rows = zip(sizes, cuts or [()] * len(sizes), divisions or [BY_RANGE] * len(sizes), strict=True)
-    for shard, (size, own, division) in enumerate(rows):
+    for shard, (size, own, division) in sorted(enumerate(rows), key=lambda row: sizes[row[0]] > SMALL_NUMEL):
         for start, end in division.cut(size, piece_numel=piece_numel, cuts=own, rank=rank):
             room = -(-(end - start) // PIECE_ALIGN) * PIECE_ALIGN
             if not chunks or used + room > most or chunks[-1][-1].shard == shard:

@@ -17,6 +17,9 @@ SMALL_BYTES = 128 << 10
 """Of a drive's store: extents of at most so many bytes lie in rows, and are moved together. To copy one takes less time than a
 request of its own."""
 
+SMALL_NUMEL = SMALL_BYTES // 4
+"""Of a shard, in elements: those of at most so many are updated first."""
+
 ROW_BYTES = 1 << 20
 """Of a row of small extents, padded: what one request moves at most."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +11,7 @@ import torch
 
 from zinf_compile.ir.chunk_columns import Column, StepTiers, chunk_columns
 from zinf_compile.ir.pieces import BY_RANGE, Piece, chunk_end, cut_chunks
+from zinf_compile.ir.sizes import SMALL_NUMEL
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.transfer.move import StagingBuffers, UpdateRoute
 from zinf_compile.runtime.units.unit import Unit
@@ -32,6 +34,12 @@ class Chunk:
     states: Kept
     columns: Mapping[str, Column]
     """Columns of the chunk's buffer: the states, the parameter's values and its gradient."""
+
+    @functools.cached_property
+    def first_need(self) -> tuple[bool, int]:
+        """Return what is less for a chunk that the next forward needs earlier: one that begins with a small shard, then by serial."""
+        first = self.pieces[0][0]._zinf_unit
+        return first.shard_numel > SMALL_NUMEL, min(parameter._zinf_unit.serial for parameter, _ in self.pieces)
 
 
 def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], route: UpdateRoute, tier: Tier) -> list[Chunk]:

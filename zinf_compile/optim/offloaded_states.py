@@ -283,9 +283,12 @@ class OffloadedStates:
                 unit.saving.before_change(unit, piece.start, piece.end, columns, piece.start)
 
     def next_order(self) -> list[int]:
-        """Return all chunks as the next step will take them: reverse of the last step's order, or that of the next forward."""
+        """Return all chunks as the next step will take them: reverse of the last step's order, or that of the next forward.
+
+        Before that forward, small parameters are first: see `cut_chunks`.
+        """
         if self._defers:
-            return sorted(range(len(self.chunks)), key=lambda n: min(p._zinf_unit.serial for p, _ in self.chunks[n].pieces))
+            return sorted(range(len(self.chunks)), key=lambda number: self.chunks[number].first_need)
         return list(range(len(self.chunks)))[:: 1 if self._forward else -1]
 
     def _order(self) -> list[int]:

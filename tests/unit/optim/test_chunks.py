@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from zinf_compile.ir.chunk_columns import Column
 from zinf_compile.ir.pieces import chunk_end, cut_chunks
 from zinf_compile.ir.sizes import PIECE_ALIGN as ALIGN
+from zinf_compile.ir.sizes import SMALL_NUMEL
 from zinf_compile.runtime.device.link import HostIsDevice
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffers
@@ -43,6 +44,12 @@ def test_pieces_share_a_chunk_and_a_large_shard_has_several() -> None:
         [(ALIGN, 2 * ALIGN)],
         [(2 * ALIGN, 2 * ALIGN + 1)],
     ]
+
+
+def test_small_shards_are_in_the_first_chunks() -> None:
+    """One gather may bring those of all layers: the forward behind a step then waits for the first chunks, not for the last."""
+    sizes = [SMALL_NUMEL + 1, SMALL_NUMEL, 2 * SMALL_NUMEL, 1]
+    assert [[p.shard for p in pieces] for pieces in cut_chunks(sizes, piece_numel=2 * SMALL_NUMEL)] == [[1, 3], [0], [2]]
 
 
 COLUMNS = {

@@ -10,27 +10,27 @@ MATRIX = Granularity.MATRIX
 
 
 def _spans(division: Division, *, rank: int = 0) -> list[list[tuple[int, int, int]]]:
-    """Cut shards of 5, 10 and 5 pages, the second one divided so, into chunks of 8; return shard and pages by chunk."""
+    """Cut shards of 9, 10 and 9 pages, the second one divided so, into chunks of 12; return shard and pages by chunk."""
     page = 4096
     divisions = [BY_RANGE, division, BY_RANGE]
-    sizes, cuts = [5 * page, 10 * page, 5 * page], [(), (3 * page,), ()]
-    chunks = cut_chunks(sizes, piece_numel=8 * page, cuts=cuts, divisions=divisions, rank=rank)
+    sizes, cuts = [9 * page, 10 * page, 9 * page], [(), (3 * page,), ()]
+    chunks = cut_chunks(sizes, piece_numel=12 * page, cuts=cuts, divisions=divisions, rank=rank)
     return [[(piece.shard, piece.start // page, piece.end // page) for piece in chunk] for chunk in chunks]
 
 
 def test_a_range_is_cut_anywhere() -> None:
-    assert _spans(BY_RANGE) == [[(0, 0, 5), (1, 0, 3)], [(1, 3, 10)], [(2, 0, 5)]]
+    assert _spans(BY_RANGE) == [[(0, 0, 9), (1, 0, 3)], [(1, 3, 10)], [(2, 0, 9)]]
 
 
 def test_a_matrix_is_one_piece_however_large() -> None:
-    assert _spans(Division(MATRIX)) == [[(0, 0, 5)], [(1, 0, 10)], [(2, 0, 5)]]
+    assert _spans(Division(MATRIX)) == [[(0, 0, 9)], [(1, 0, 10)], [(2, 0, 9)]]
 
 
 @pytest.mark.parametrize("granularity", Granularity)
 def test_only_its_owner_has_what_one_rank_owns(granularity: Granularity) -> None:
     owned = Division(granularity, owner=2)
     assert _spans(owned, rank=2) == _spans(Division(granularity), rank=2)
-    assert _spans(owned, rank=0) == [[(0, 0, 5)], [(2, 0, 5)]]
+    assert _spans(owned, rank=0) == [[(0, 0, 9)], [(2, 0, 9)]]
 
 
 def test_a_piece_says_what_it_is() -> None:
