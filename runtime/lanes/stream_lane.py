@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zinf_compile.runtime.system.accelerator import accelerator_stream
+
 from .lanes import MOST_UNDER_WAY, All, Done, Job, Pending, ThreadLane
 from .overlap_log import Spans
 from .wait_times import WorkerWaits
@@ -31,7 +33,7 @@ class StreamTransfer:
         self._transfer: Callable[[], None] | None = transfer
         self._host_memory = host_memory
         self._waits = waits
-        self.owner = torch.accelerator.current_stream(device)
+        self.owner = accelerator_stream(device)
         """The stream that submitted it."""
         self._before: Sequence[StreamTransfer] = ()
         """Those that it comes after."""
@@ -80,7 +82,7 @@ class StreamTransfer:
         """Let what this thread issues next, on its current stream, come after the transfer; raise why it was not issued."""
         self._wait_issued()
         assert self._event is not None
-        stream = torch.accelerator.current_stream(self._device)
+        stream = accelerator_stream(self._device)
         stream.wait_event(self._event)
         if stream == self.owner:
             self._let_memory_go()

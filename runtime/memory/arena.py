@@ -54,8 +54,10 @@ class GatherMemory:
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor, content undefined, whatever mode the caller is in; one of a page or more begins at a page."""
-        with torch.inference_mode(False), torch.no_grad():
-            return self._lend(numel, dtype)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self._lend(numel, dtype)
+        return self._lend(numel, dtype)
 
     def _lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size = format_of(dtype).bytes(numel)

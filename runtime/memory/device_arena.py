@@ -21,6 +21,7 @@ import torch
 from zinf_compile._torch import tensor_on_storage
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.sizes import round_up
+from zinf_compile.runtime.system.accelerator import accelerator_stream
 
 from .own_storage import with_own_storage
 from .ranges import FreeRanges
@@ -124,7 +125,7 @@ class DeviceArena:
         made_as = dtype if dtype in _BY_DLPACK else torch.uint8
         with self._lock:
             self._let_go = False
-            stream = torch.accelerator.current_stream(self._device)
+            stream = accelerator_stream(self._device)
             self._streams.add(stream)
             taken = 0
             lent = []
@@ -254,7 +255,7 @@ class DeviceArena:
                 self._refused = size
             else:
                 self._size = size
-                self._stream = torch.accelerator.current_stream(self._device)
+                self._stream = accelerator_stream(self._device)
                 self.account(size)
                 events = {self._stream: self._stream.record_event()}
         self._ranges = FreeRanges(_NO_END, events, _join)

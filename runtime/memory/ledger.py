@@ -57,7 +57,8 @@ class Ledger:
             self._all_now += count
             if self.watch is not None:
                 self.watch(self._all_now + (self._idle or 0))
-            self._count(kind)
+            if count > 0:  # fewer bytes make no peak
+                self._count(kind)
 
     def arena(self, change: int) -> None:
         """Count more (fewer, when negative) bytes that an arena for gathers keeps beside what is lent of it, and `add` counts.

@@ -35,7 +35,12 @@ def numbered(device: torch.device) -> torch.device:
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return this thread's current stream of an accelerator, an object of the caller's own to be entered; None on the CPU."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    return None if device.type == "cpu" else accelerator_stream(device)
+
+
+def accelerator_stream(device: torch.device) -> torch.Stream:
+    """Return the same of what is no CPU. PyTorch finds it by the device's number in a fraction of the time."""
+    return torch.accelerator.current_stream(device if device.index is None else device.index)
 
 
 def is_initialized() -> bool:

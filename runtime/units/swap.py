@@ -190,7 +190,7 @@ def swap_out(
         return shard, reduction
     if dst == Tier.HOST:
         assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
-        offloaded, host = _offloaded_to_host(unit, shard)
+        ((offloaded, host),) = _offloaded_to_host(context, [(unit, shard)])
         if unit.placement.grads == Tier.HOST:
             offloaded.arrive(copy_out(context, shard, host, reduction))
         else:  # bounded by what it goes on to
@@ -287,7 +287,7 @@ def _bytes_of(shard: torch.Tensor | OffloadedGradient) -> int:
 def _copy_out_together(
     context: Context, leaving: Sequence[tuple[Unit | Tile, torch.Tensor, Pending]]
 ) -> list[tuple[OffloadedGradient, Pending]]:
-    places = [_offloaded_to_host(unit, shard) for unit, shard, _ in leaving]
+    places = _offloaded_to_host(context, [(unit, shard) for unit, shard, _ in leaving])
     with context.lanes.meter.waiting():
         copying = move_to_host_together(
             [shard for _, shard, _ in leaving],
@@ -301,13 +301,18 @@ def _copy_out_together(
     return [(offloaded, Done()) for offloaded, _ in places]
 
 
-def _offloaded_to_host(unit: Unit | Tile, shard: torch.Tensor) -> tuple[OffloadedGradient, torch.Tensor]:
-    """Return a gradient with host memory that its shard is about to be copied to, and that memory."""
-    context = unit.context
-    context.memory.make_room(context.memory.host_ledger, shard.nbytes)
-    host = context.link.host_buffer(shard.numel(), shard.dtype)
-    context.memory.host_ledger.track("grads", host)
-    return OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype), host
+def _offloaded_to_host(
+    context: Context, shards: Sequence[tuple[Unit | Tile, torch.Tensor]]
+) -> list[tuple[OffloadedGradient, torch.Tensor]]:
+    """Return gradients with host memory that their shards are about to be copied to, and that memory."""
+    ledger = context.memory.host_ledger
+    context.memory.make_room(ledger, sum(shard.nbytes for _, shard in shards))
+    hosts = [context.link.host_buffer(shard.numel(), shard.dtype) for _, shard in shards]
+    ledger.track("grads", *hosts)
+    return [
+        (OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype), host)
+        for (unit, shard), host in zip(shards, hosts, strict=True)
+    ]
 
 
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:

@@ -11,7 +11,7 @@ from zinf_compile.ir.chunk_columns import GRADIENT, VALUE
 from .chunks import MASTER, Chunk
 from .step_gradient import StepGradient
 
-CALL_NUMEL = 16 << 20
+CALL_NUMEL = 64 << 20
 """Elements that a call updates at most, and about that where they lie ready: what it costs beside arithmetic is little by then.
 The next forward waits for one call, so a step has more of them than one."""
 

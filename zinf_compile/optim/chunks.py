@@ -37,7 +37,7 @@ class Chunk:
 
     @functools.cached_property
     def first_need(self) -> tuple[bool, int]:
-        """Return what is less for a chunk that the next forward needs earlier: one that begins with a small shard, then by serial."""
+        """What is less for a chunk that the next forward needs earlier: one with small shards, then one of earlier parameters."""
         first = self.pieces[0][0]._zinf_unit
         return first.shard_numel > SMALL_NUMEL, min(parameter._zinf_unit.serial for parameter, _ in self.pieces)
 
