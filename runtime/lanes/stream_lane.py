@@ -39,6 +39,7 @@ class StreamTransfer:
         """Those that it comes after."""
         self._event: torch.Event | None = None
         self._error: BaseException | None = None
+        self._is_over = False
         self._issued = threading.Lock()  # no event: Ctrl-C in a wait for one may leave it locked
         self._issued.acquire()
 
@@ -112,13 +113,15 @@ class StreamTransfer:
 
     def synchronize(self) -> None:
         """Return when the device is done with it; raise why it was not issued."""
+        if self._is_over:
+            return
         self._wait_issued()
         assert self._event is not None
         if not self._event.query():
             start = time.perf_counter()
             self._event.synchronize()
             self._waits.record(start)
-        self._transfer, self._host_memory, self._before = None, (), ()
+        self._transfer, self._host_memory, self._before, self._is_over = None, (), (), True
 
     def _wait_issued(self) -> None:
         if self._issued.locked():

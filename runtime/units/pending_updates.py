@@ -56,6 +56,8 @@ class Updates(Generic[U]):
         """After a failure: units that may be updated in part, and were not replaced since."""
         self._worker: WorkerWaits | None = None
         """Waits of the thread that updates."""
+        self.is_over = False
+        """Whether all is updated, and where it lives: nobody has to wait for anything any more."""
         self.spared_bytes = 0
         """Bytes that were handed to readers when they were updated, and not read from drives."""
 
@@ -102,6 +104,7 @@ class Updates(Generic[U]):
             assert not self._left, "all spans were updated"
             self._spans.clear()
             self._arriving.clear()
+            self.is_over = True
 
     def read(self, unit: U, into: torch.Tensor, first: int = 0) -> Pending:
         """Start to fill `into`, in host memory, with the updated shard: from its backing, or as its spans are updated.

@@ -33,7 +33,7 @@ class Updatable:
 
     def wait_updated(self) -> None:
         """Wait until no step has to update the shard; raise where one failed."""
-        if self.updates is not None:
+        if self.updates is not None and not self.updates.is_over:
             self.updates.wait(self)
 
     def wait_arrived(self) -> None:
@@ -43,7 +43,7 @@ class Updatable:
 
     def updated(self, first: int = 0, last: int | None = None) -> Pending | None:
         """Return what readers of elements [first, last) in memory come after: a step that may still update them, if any."""
-        return None if self.updates is None else self.updates.arrival(self, first, last)
+        return None if self.updates is None or self.updates.is_over else self.updates.arrival(self, first, last)
 
     def begin_updated(self, begin: Callable[[], Pending], first: int = 0, last: int = sys.maxsize) -> Pending:
         """Begin a transfer that reads elements [first, last) in memory once they are updated; return what to wait for."""
@@ -51,7 +51,7 @@ class Updatable:
 
     def settle_update(self) -> None:
         """Wait until no step updates the shard, nor reads its gradient, any more; a step that failed is told to others."""
-        if self.updates is not None:
+        if self.updates is not None and not self.updates.is_over:
             self.updates.settle(self)
 
     def begin_replacing(self) -> None:
