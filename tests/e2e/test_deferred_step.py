@@ -81,6 +81,42 @@ def test_the_first_step_and_those_with_gradients_in_memory_end_at_once(on_drive:
     check(sides)
 
 
+class Norms(nn.Module):
+    """Layers that end with a norm, which autocast leaves in full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(192, 192), nn.LayerNorm(192)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_small_parameters_of_all_layers_are_updated_first(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One gather brings those that autocast leaves in full precision: updated with their layers, it waits for a whole step."""
+    model = on_drive(Norms())
+    optimizer, updated = torch.optim.AdamW(model.parameters()), list[int]()
+    really = Updates.updated
+
+    def noted(updates: Updates, unit: Any, *args: Any) -> None:
+        updated.append(unit.numel)
+        really(updates, unit, *args)
+
+    for number in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(2, 192)).square().mean()
+        loss.backward()
+        if number:
+            monkeypatch.setattr(Updates, "updated", noted)
+        optimizer.step()
+        optimizer.zero_grad()
+    let_steps_end()
+    assert updated == sorted(updated)
+    assert set(updated) == {192, 192 * 192}
+
+
 def test_a_forward_is_handed_what_is_updated(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step returns before its update; the forward begins before it, and reads nothing that the update has."""
     sides = both(on_drive, steps=1)
