@@ -59,6 +59,22 @@ def test_a_gradient_overwritten_on_its_way_to_its_tier_stays_overwritten(tier: s
             assert_same(overwrite, expected, whole_gradient(weight))
 
 
+def test_a_gradient_made_like_its_parameter_before_the_first_graph(tmp_path: Path) -> None:
+    """It is partitioned like the parameter; Dynamo describes it, with the parameter, when it traces."""
+    options, eager = options_for(("nvme", "nvme", "nvme"), tmp_path), Mlp()
+    with zinf_compile.partitioned(**options):
+        ours = Mlp()
+    zinf_compile.load_full_state_dict(ours, eager.state_dict())
+    for model in (eager, compiled(ours, options)):
+        optimizer = adamw(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter, requires_grad=False)
+        model(*vectors(0)).backward()
+        optimizer.step()
+    for name, value in zinf_compile.full_state_dict(ours).items():
+        assert_same(name, eager.state_dict()[name], value)
+
+
 def test_gradients_of_16_bit_parameters_that_eager_code_computes(tmp_path: Path) -> None:
     """They live where the graph's do, in the type in which those are reduced."""
     eager = Mlp().bfloat16()

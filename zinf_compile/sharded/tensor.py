@@ -159,6 +159,11 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         if any(issubclass(kind, nn.Parameter) for kind in types):
             return NotImplemented  # the parameter's own answers
+        if func is torch.Tensor.untyped_storage and torch.compiler.is_compiling():
+            with (
+                no_torch_function()
+            ):  # Dynamo describes a parameter with its gradient, which may be such a tensor; it reads nothing
+                return func(*args)
         return cls._answer_call(func, args, kwargs or {})
 
     @classmethod
