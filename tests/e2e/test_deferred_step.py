@@ -113,6 +113,7 @@ def test_small_parameters_of_all_layers_are_updated_first(on_drive: Compile, mon
         optimizer.step()
         optimizer.zero_grad()
     let_steps_end()
+    assert [id(parameter) for parameter in optimizer.state] == list(map(id, model.parameters())), "eager's order all the same"
     assert updated == sorted(updated)
     assert set(updated) == {192, 192 * 192}
 

@@ -11,25 +11,32 @@ from zinf_compile.ir.chunk_columns import GRADIENT, VALUE
 from .chunks import MASTER, Chunk
 from .step_gradient import StepGradient
 
-CALL_NUMEL = 64 << 20
-"""Elements that a call updates at most, and about that where they lie ready: what it costs beside arithmetic is little by then.
-The next forward waits for one call, so a step has more of them than one."""
+LEAST_NUMEL, MOST_NUMEL = 16 << 20, 64 << 20
+"""Elements that a call updates where they lie ready, at least and at most: what it costs beside arithmetic is little by then."""
+
+CALLS = 6
+"""Calls of a step, about, where that is between the two: the next forward waits for one at a time."""
+
+
+def call_numel(total: int) -> int:
+    """Return how many elements that lie ready a call updates, in a step of `total` elements."""
+    return max(LEAST_NUMEL, min(MOST_NUMEL, total // CALLS))
 
 
 def group_calls(due: Sequence[int], numel_of: Callable[[int], int], is_ready: Callable[[int], bool]) -> list[list[int]]:
     """Group chunks, by number and in order, into calls.
 
-    Those that nothing has to be loaded for, and that follow each other, are updated together, up to `CALL_NUMEL` elements. All
+    Those that nothing has to be loaded for, and that follow each other, are updated together, up to `call_numel`. All
     others are alone, and so are the first one and the last one, of which the caller's own step updates one.
     """
     calls: list[list[int]] = []
-    room = 0
+    most, room = call_numel(sum(map(numel_of, due))), 0
     for place, number in enumerate(due):
         numel = numel_of(number)
         joins = place not in (0, len(due) - 1) and is_ready(number)
         if not joins or numel > room:
             calls.append([])
-            room = CALL_NUMEL if joins else 0
+            room = most if joins else 0
         calls[-1].append(number)
         room -= numel
     return calls

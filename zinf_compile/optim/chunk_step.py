@@ -123,8 +123,12 @@ class ChunkStep:
 
     def commit(self, optimizer: Optimizer) -> None:
         """Commit this chunk's states, after the whole step."""
-        for parameter, state in self.scalar_states.items():
-            self._owner.commit(parameter, optimizer, state, self._large[parameter])
+        for parameter in self.scalar_states:
+            self.commit_of(parameter, optimizer)
+
+    def commit_of(self, parameter: ShardedParameter, optimizer: Optimizer) -> None:
+        """Commit its states of one parameter."""
+        self._owner.commit(parameter, optimizer, self.scalar_states[parameter], self._large[parameter])
 
     def _states_of(self, piece: Piece, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._states:

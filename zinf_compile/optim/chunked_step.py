@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
+from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunk_step import ChunkStep, chunk_steps
 from .deferred_step import DeferredStep
@@ -99,6 +100,18 @@ def _step_together(optimizer: Optimizer, chunks: Sequence[ChunkStep]) -> list[tu
     return [(mine, settings_of(theirs)) for mine, theirs in zip(groups, stand_in.param_groups, strict=True)]
 
 
+def _commit(chunks: Sequence[ChunkStep], optimizer: Optimizer) -> None:
+    """Commit the states of chunks, parameter by parameter: the entries that a first step makes are in eager's order."""
+    of_parameter: dict[ShardedParameter, list[ChunkStep]] = collections.defaultdict(list)
+    for chunk in chunks:
+        for parameter in chunk.scalar_states:
+            of_parameter[parameter].append(chunk)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for chunk in of_parameter.get(parameter, ()):
+                chunk.commit_of(parameter, optimizer)
+
+
 def finish_chunks(optimizer: Optimizer, chunked: ChunkedStep, stand_in: Optimizer) -> None:
     """After the caller's own step: write back the last chunk and commit all chunks, or start the deferred ones."""
     last = chunked.chunks[-1]
@@ -106,9 +119,7 @@ def finish_chunks(optimizer: Optimizer, chunked: ChunkedStep, stand_in: Optimize
     for mine, changed in chunked.settings:
         mine.update(changed)
     deferred = chunked.deferred
-    for chunk in chunked.chunks:
-        if deferred is None or chunk not in deferred.done:
-            chunk.commit(optimizer)
+    _commit([chunk for chunk in chunked.chunks if deferred is None or chunk not in deferred.done], optimizer)
     for parameter in {p for source in chunked.sources for p in source.due}:
         torch.autograd.graph.increment_version(parameter)
     for source in chunked.sources:

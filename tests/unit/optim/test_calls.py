@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile.ir.chunk_columns import GRADIENT, VALUE, Column
-from zinf_compile.optim.calls import CALL_NUMEL, group_calls, makes_no_copy
+from zinf_compile.optim.calls import LEAST_NUMEL, MOST_NUMEL, call_numel, group_calls, makes_no_copy
 from zinf_compile.optim.chunks import MASTER, Chunk
 
-QUARTER = CALL_NUMEL // 4
+QUARTER = LEAST_NUMEL // 4
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=20))
@@ -22,14 +22,21 @@ def test_calls_take_all_chunks_in_order_and_no_more_than_fit(chunks: list[tuple[
     due = list(range(10, 10 + len(chunks)))
     sizes = {number: quarters * QUARTER for number, (quarters, _) in zip(due, chunks, strict=True)}
     ready = {number for number, (_, is_ready) in zip(due, chunks, strict=True) if is_ready}
-    calls = group_calls(due, sizes.__getitem__, ready.__contains__)
+    calls, most = group_calls(due, sizes.__getitem__, ready.__contains__), call_numel(sum(sizes.values()))
     assert list(itertools.chain.from_iterable(calls)) == due
     joinable = ready - {*due[:1], *due[-1:]}
     for call in calls:
-        assert len(call) == 1 or (set(call) <= joinable and sum(map(sizes.__getitem__, call)) <= CALL_NUMEL)
+        assert len(call) == 1 or (set(call) <= joinable and sum(map(sizes.__getitem__, call)) <= most)
     for call, following in itertools.pairwise(calls):
         if {call[0], following[0]} <= joinable:
-            assert sum(map(sizes.__getitem__, (*call, following[0]))) > CALL_NUMEL, "what fits is not left to another call"
+            assert sum(map(sizes.__getitem__, (*call, following[0]))) > most, "what fits is not left to another call"
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"), [(1, LEAST_NUMEL), (124_000_000, 20_666_666), (355_000_000, 59_166_666), (10**12, MOST_NUMEL)]
+)
+def test_a_step_has_several_calls_and_none_is_small(total: int, expected: int) -> None:
+    assert call_numel(total) == expected
 
 
 def test_what_has_to_be_loaded_is_alone() -> None:
