@@ -31,28 +31,33 @@ class Updatable:
         """See `Unit.at_hand`."""
         raise NotImplementedError
 
+    @property
+    def unfinished(self) -> Updates[Any] | None:
+        """The step that may still update the shard, or has failed to; None where the last one is over."""
+        return None if self.updates is None or self.updates.is_over else self.updates
+
     def wait_updated(self) -> None:
         """Wait until no step has to update the shard; raise where one failed."""
-        if self.updates is not None and not self.updates.is_over:
-            self.updates.wait(self)
+        if (updates := self.unfinished) is not None:
+            updates.wait(self)
 
     def wait_arrived(self) -> None:
         """Wait for copies of what a step has updated to where the shard lives in memory; not for what it has still to update."""
-        if self.updates is not None:
-            self.updates.wait_arrived(self)
+        if (updates := self.unfinished) is not None:
+            updates.wait_arrived(self)
 
     def updated(self, first: int = 0, last: int | None = None) -> Pending | None:
         """Return what readers of elements [first, last) in memory come after: a step that may still update them, if any."""
-        return None if self.updates is None or self.updates.is_over else self.updates.arrival(self, first, last)
+        return None if (updates := self.unfinished) is None else updates.arrival(self, first, last)
 
     def begin_updated(self, begin: Callable[[], Pending], first: int = 0, last: int = sys.maxsize) -> Pending:
         """Begin a transfer that reads elements [first, last) in memory once they are updated; return what to wait for."""
-        return begin() if self.updates is None else self.updates.begin_after([(self, first, last)], begin)
+        return begin() if (updates := self.unfinished) is None else updates.begin_after([(self, first, last)], begin)
 
     def settle_update(self) -> None:
         """Wait until no step updates the shard, nor reads its gradient, any more; a step that failed is told to others."""
-        if self.updates is not None and not self.updates.is_over:
-            self.updates.settle(self)
+        if (updates := self.unfinished) is not None:
+            updates.settle(self)
 
     def begin_replacing(self) -> None:
         """Call before all values are replaced: waits as `settle_update`, and a failed step no longer counts for them."""

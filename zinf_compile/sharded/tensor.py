@@ -160,9 +160,8 @@ class ShardedTensor(torch.Tensor):
         if any(issubclass(kind, nn.Parameter) for kind in types):
             return NotImplemented  # the parameter's own answers
         if func is torch.Tensor.untyped_storage and torch.compiler.is_compiling():
-            with (
-                no_torch_function()
-            ):  # Dynamo describes a parameter with its gradient, which may be such a tensor; it reads nothing
+            # Dynamo describes a parameter with its gradient, which may be such a tensor: it reads nothing of the memory
+            with no_torch_function():
                 return func(*args)
         return cls._answer_call(func, args, kwargs or {})
 
