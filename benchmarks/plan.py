@@ -37,9 +37,11 @@ MODELS = ("gpt-124m", "gpt-354m", "moe", "t5")
 PLACES = ("drive", "500", "2000", "7000")
 PLANNERS = ("just_in_time", "one_ahead", "largest_first", "greedy", "cached_prefetch")
 CAP = 0.75
-"""Of the parameters' bytes: the cap of the device's memory, beside `BESIDE`."""
+"""Of the parameters' bytes: the cap of the device's memory, beside `BESIDE` and logits."""
 BESIDE = 128 << 20
 """Bytes for a chunk of the optimizer's step, and for gradients on their way."""
+LOGITS = 4
+"""Tensors as large as the logits that compute holds at a time, for which the cap has room, too."""
 LOW, HIGH = 0.90, 1.10
 """Measured / simulated, as it should be."""
 
@@ -134,7 +136,8 @@ def _measure(name: str, place: str, planner: str, rank: int, folder: str, rounds
     torch.manual_seed(0)
     model = build(name)
     vocabulary = 2048 if name == "gpt-small" else 8192
-    cap = int(CAP * sum(p.nbytes for p in model.parameters())) + BESIDE
+    words = max(module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    cap = int(CAP * sum(p.nbytes for p in model.parameters())) + BESIDE + LOGITS * 4 * 2 * LENGTH * words
     tier = "nvme" if place == "drive" else "host"
     options: dict[str, Any] = {"planner": planner, "device_memory": cap, "params": tier, "grads": tier, "optimizer": tier}
     options |= {"compute": compute, "bucket": "1MiB" if name == "gpt-small" else "32MiB"}
