@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import gc
 import io
-import pickle
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,222 +14,22 @@ from typing import Any
 import pytest
 import torch
 from optimizers import assert_same_states
+from state_acts import another_mapping, clear, clear_one, delete_momentum, pop, read, restart_momentum, same, through_an_alias
+from state_pairs import ALL_ON_NVME, Pair, sgd
 from tiers import Placement, compiled, context_of, options_for, sundry, train_step
 from torch import nn
 from torch.optim import Optimizer
-from training import adamw, assert_same
-from twin_models import Twins
+from training import adamw
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
 from zinf_compile.optim.record import record_of
-from zinf_compile.optim.state_entry import StateEntry
-from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.sharded import host_shortage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
     pytest.mark.keeps_graphs,
 ]
-
-ALL_ON_NVME: Placement = ("nvme", "nvme", "nvme")
-PLACEMENTS: list[tuple[Placement, bool]] = [
-    (ALL_ON_NVME, False),
-    (("device", "device", "nvme"), False),
-    (("device", "device", "device"), False),
-    (("nvme", "nvme", "device"), False),
-    (("device", "device", "host"), True),
-    (("host", "device", "nvme"), True),
-]
-"""And whether the device has memory of its own."""
-
-sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-Act = Callable[[Optimizer, list[torch.Tensor]], Any]
-
-
-class Pair(Twins):
-    """A model beside its eager twin."""
-
-    def __init__(self, placement: Placement, folder: Path, make: Callable[..., Optimizer], **options: Any) -> None:
-        dtype = options.pop("dtype", torch.float32)
-        super().__init__(
-            lambda: sundry(dtype), lambda model: compiled(model, options_for(placement, folder, piece=128, **options)), make
-        )
-        self.other, self.optimizer = self.optimizers
-        self.steps = 0
-
-    def train(self, steps: int = 1) -> None:
-        """Take steps with both and compare the losses."""
-        for _ in range(steps):
-            theirs, mine = [train_step(model, optimizer, self.steps) for model, optimizer in self.sides]
-            assert mine == theirs
-            self.steps += 1
-
-    def act(self, act: Act) -> list[Any]:
-        """Do the same to both."""
-        return [act(optimizer, [p for p in model.parameters() if p.requires_grad]) for model, optimizer in self.sides]
-
-
-class OtherMapping(MutableMapping[Any, Any]):
-    """No dict: what it lacks it makes, as eager optimizers expect."""
-
-    def __init__(self, content: Mapping[Any, Any] = types.MappingProxyType({})) -> None:
-        self.content = dict(content)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.content.setdefault(key, {})
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.content[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self.content[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.content)
-
-    def __len__(self) -> int:
-        return len(self.content)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.content
-
-
-def clear(optimizer: Optimizer, _: Any) -> None:
-    optimizer.state.clear()
-
-
-def pop(optimizer: Optimizer, parameters: list[torch.Tensor]) -> Any:
-    return sorted(optimizer.state.pop(parameters[1]))
-
-
-def clear_one(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    optimizer.state[parameters[0]].clear()
-
-
-def another_mapping(optimizer: Optimizer, _: Any) -> None:
-    optimizer.state = collections.defaultdict(dict)
-
-
-def a_mapping_of_a_class_of_its_own(optimizer: Optimizer, _: Any) -> None:
-    optimizer.state = OtherMapping()  # type: ignore[assignment]
-
-
-def some_moved_to_another_mapping(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    """The first keeps its states, the second is given the third's, the others have none any more."""
-    old = optimizer.state
-    same = copy.deepcopy(dict(old[parameters[2]])) if parameters[2].shape == parameters[1].shape else dict(old[parameters[1]])
-    optimizer.state = collections.defaultdict(dict, {parameters[0]: old[parameters[0]], parameters[1]: same})
-
-
-def replace_an_entry(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    parameter = parameters[1]
-    optimizer.state[parameter] = {name: value * 0.5 for name, value in optimizer.state[parameter].items()}
-
-
-def restart_momentum(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[bool]:
-    found = []
-    for parameter in parameters:
-        found.append("momentum_buffer" in optimizer.state[parameter])
-        if found[-1]:
-            optimizer.state[parameter]["momentum_buffer"].zero_()
-    return found
-
-
-def delete_momentum(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    for parameter in parameters[::2]:
-        del optimizer.state[parameter]["momentum_buffer"]
-
-
-def forget_momentum(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    optimizer.state[parameters[0]]["momentum_buffer"] = None
-
-
-def scale_and_assign(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    state = optimizer.state[parameters[0]]
-    for name in list(state):
-        state[name] *= 0.5
-        state[name] = state[name] + 0.25
-    state.update({name: value.clone() for name, value in state.items()})
-    return [value.clone() for value in state.values()]
-
-
-def through_an_alias(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    """Changed through a view that outlives the tensor, and through numpy's."""
-    for parameter in parameters[:2]:
-        name = next(name for name in optimizer.state[parameter] if name != "step")
-        flat = optimizer.state[parameter][name].view(-1)[::2]
-        gc.collect()
-        flat.mul_(0.25)
-        optimizer.state[parameter][name].detach().numpy().reshape(-1)[:3] += 0.5
-
-
-def read(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[Any]:
-    found: list[Any] = []
-    for parameter in parameters:
-        state = optimizer.state[parameter]
-        found += [list(state), len(state), bool(state), "step" in state, state.get("nothing", 3), [*state.items()]]
-        found += [{**state}, dict(state), state.copy(), copy.copy(state), copy.deepcopy(state), state | {}, {} | state]
-        found += [pickle.loads(pickle.dumps(dict(state)))]
-    return found
-
-
-def setdefault(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[Any]:
-    state = optimizer.state[parameters[0]]
-    return [state.setdefault(name, 1).clone() for name in list(state)]
-
-
-EVERY = [
-    clear, pop, clear_one, another_mapping, a_mapping_of_a_class_of_its_own, some_moved_to_another_mapping, replace_an_entry,
-    scale_and_assign, through_an_alias, read, setdefault,
-]  # fmt: skip
-ACTS: dict[str, tuple[Callable[..., Optimizer], list[Act]]] = {
-    "sgd": (sgd, [*EVERY, restart_momentum, delete_momentum, forget_momentum]),
-    "adamw": (adamw, EVERY),
-}
-
-
-def same(expected: Any, found: Any) -> None:
-    """Compare nested results; mappings by their keys, in whatever order."""
-    if isinstance(expected, torch.Tensor):
-        assert_same("what was read", expected, found)
-    elif isinstance(expected, Mapping):
-        assert expected.keys() == found.keys()
-        assert type(found) is dict
-        for name, value in expected.items():
-            same(value, found[name])
-    elif isinstance(expected, list | tuple) and expected and isinstance(expected[0], tuple):
-        same(dict(expected), dict(found))
-    elif isinstance(expected, list | tuple) and all(isinstance(name, str) for name in expected):
-        assert sorted(expected) == sorted(found)
-    elif isinstance(expected, list | tuple):
-        assert len(expected) == len(found)
-        for one, other in zip(expected, found, strict=True):
-            same(one, other)
-    else:
-        assert expected == found
-
-
-@pytest.mark.parametrize("name", ACTS)
-@pytest.mark.parametrize(
-    ("placement", "own_memory"),
-    [pytest.param(*p, marks=[] if n in (0, 1) else pytest.mark.thorough, id="-".join(p[0])) for n, p in enumerate(PLACEMENTS)],
-)
-def test_what_a_script_does_to_states_counts(name: str, placement: Placement, own_memory: bool, drive: Path) -> None:
-    make, acts = ACTS[name]
-    if own_memory:
-        torch.compiler.reset()  # graphs stay with the device for which they were compiled
-    with simulating(SimulatedDevice()) if own_memory else contextlib.nullcontext():
-        pair = Pair(placement, drive, make)
-        pair.train(2)
-        for act in acts:
-            same(*pair.act(act))
-            pair.train(2)
-            pair.compare()
-            if placement[2] == "nvme":
-                assert all(type(states) is dict for states in pair.optimizer.state_dict()["state"].values())
-                entries = [pair.optimizer.state[p] for p in pair.ours.parameters() if p.requires_grad and p.dim()]
-                assert all(isinstance(entry, StateEntry) and entry.stored for entry in entries)
 
 
 class Counting(torch.optim.SGD):
