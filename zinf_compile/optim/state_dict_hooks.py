@@ -24,7 +24,7 @@ from .state_layout import check_layouts
 def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[OffloadedStates]:
     """Return the `OffloadedStates` of the parameters updated in chunks, made for those that are new."""
     record = record_of(optimizer)
-    known: list[OffloadedStates] = record.offloaded or []
+    known: list[OffloadedStates] = [] if record.offloaded is None else record.offloaded
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
     for p in hollow:
