@@ -79,7 +79,7 @@ class GraphNeeds:
             return largest_of_ranks(self._context, number, what="the smallest cap") if self._together else number
 
         worst = worst_of_ranks(self._context, lacks) if self._together else {}
-        smallest = {side: of_all(self.works(side)) for side in SIDES}
+        smallest, tile = {side: of_all(self.works(side)) for side in SIDES}, None
         if measure is not None and "device_memory" in caps.options(self._context.link.topology):
             known: dict[int, Works] = {}
 
@@ -92,13 +92,17 @@ class GraphNeeds:
                 return of_all(known[cap].works(Tier.DEVICE))
 
             works, found = smallest[Tier.DEVICE], None
-            if may_cut:
+            if may_cut or short:
                 allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
                 for fits, cap in smaller_tiles(needed, works, smaller_ranges(caps.device)):
                     if fits <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST)) <= allowed[Tier.HOST]:
-                        return cap
-                if not short:
-                    return None
+                        if may_cut:
+                            return cap
+                        tile = tile_range(cap)[0] // 4
+                        break
+            if not short:
+                return None
+            if may_cut:
                 *_, found = None, *smaller_tiles(needed, works, smaller_ranges(works))
             if found is None:  # no smaller tiles need less
                 fixed = (need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE)
@@ -108,7 +112,7 @@ class GraphNeeds:
             smallest = {Tier.DEVICE: found[0], Tier.HOST: of_all(known[found[1]].works(Tier.HOST))}
         if not short:
             return None
-        raise refusal(self._needs, smallest) or refusal_elsewhere(self._needs, smallest, worst)
+        raise refusal(self._needs, smallest, tile) or refusal_elsewhere(self._needs, smallest, worst)
 
     def _lack(self, side: Tier) -> Lack:
         here = [need for need in self._needs if need.side == side]

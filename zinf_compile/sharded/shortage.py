@@ -52,8 +52,11 @@ class Need:
         return self.least + self.added_by_steps
 
 
-def refusal(needs: Sequence[Need], smallest: Mapping[Tier, int]) -> BudgetError | None:
-    """Return the error for graphs that don't fit; None where all do. `smallest` are the caps that work, by side."""
+def refusal(needs: Sequence[Need], smallest: Mapping[Tier, int], tile: int | None = None) -> BudgetError | None:
+    """Return the error for graphs that don't fit; None where all do.
+
+    `smallest` are the caps that work, by side; `tile`, the bytes of tiles with which they fit, but for parameters that are cut.
+    """
     if all(need.needed <= need.cap for need in needs):
         return None
     worst = {}
@@ -65,7 +68,12 @@ def refusal(needs: Sequence[Need], smallest: Mapping[Tier, int]) -> BudgetError 
         len(worst) > 1 and worst[Tier.DEVICE].options.keys() == worst[Tier.HOST].options.keys()
     ):  # one option for both: the larger counts
         del worst[min(worst, key=lambda side: smallest[side])]
-    return BudgetError(". ".join(_part(need, smallest[side]) for side, need in worst.items()))
+    tiles = ""
+    if tile is not None:
+        tiles = (
+            f". With tiles of {tile:,} bytes it fits in what is allowed: give option tile={tile} where parameters are partitioned"
+        )
+    return BudgetError(". ".join(_part(need, smallest[side]) for side, need in worst.items()) + tiles)
 
 
 def refusal_elsewhere(needs: Sequence[Need], smallest: Mapping[Tier, int], worst: Mapping[Tier, Worst]) -> BudgetError:
