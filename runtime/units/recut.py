@@ -20,10 +20,11 @@ from .nvme_shards import ShardSpec
 from .unit import Unit
 
 
-def recut(units: Sequence[Unit], tile: int | None, piece_numel: int) -> None:
+def recut(units: Sequence[Unit], tile: int | None, piece_numel: int, *, empty: bool = False) -> None:
     """Cut units of one rank into tiles of at most `tile` bytes, and their shards into pieces of `piece_numel` elements.
 
-    What is on a drive is copied there, a piece at a time. Raises `StoreError`, or `OptionError`, before any unit is changed.
+    What is on a drive is copied there, a piece at a time, unless shards are `empty`: their values are still to come. Raises
+    `StoreError`, or `OptionError`, before any unit is changed.
     """
     owned = [(unit, parameter) for unit in units if (parameter := unit.parameter()) is not None]
     if not owned:
@@ -45,7 +46,8 @@ def recut(units: Sequence[Unit], tile: int | None, piece_numel: int) -> None:
     pools = make_gradient_pools([(p, spec) for (_, p), spec in zip(owned, specs, strict=True)], context, homes)
     for number, backing in backings.items():
         assert isinstance(backing, NvmeBacking), "on a drive"
-        _copy(owned[number][0], specs[number], backing, piece_numel)
+        if not empty:
+            _copy(owned[number][0], specs[number], backing, piece_numel)
     for number, ((unit, _), own, pool) in enumerate(zip(owned, boxes, pools, strict=True)):
         unit.placement, unit.gradient_pool = homes[number], pool
         unit.backing = backings.get(number, unit.backing)

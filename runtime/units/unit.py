@@ -69,6 +69,8 @@ class Unit(DenseLayout, Placed, Updatable):
         self.family = self.serial
         """The serial of the first parameter that was partitioned together with this one."""
         self.cut(tiles)
+        self.smaller_tile: tuple[int, int] | None = None
+        """Bytes of a tile by default, and of those that a graph has cut it into, where it didn't fit with the former."""
         self._shard = shard
         self.backing = backing
         """The backing of the shard; None: it is on the device, in `shard`."""

@@ -9,22 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from capped_stack import ALL_AWAY, Stack, named_by, refusal_of, train
+from capped_stack import ALL_AWAY, WIDTHS, Stack, default_tile, named_by, partitioned, refusal_of, tiles_of, too_small, train
 from tiers import context_of
 from torch import nn
 from training import BACKEND, adamw
 
-import zinf_compile
 from zinf_compile.cli.trace import trace
-from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.compute_shape import piece_of, tile_range
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.sharded.parameter import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
-
-WIDTHS = (768, 1500, 1000)
 
 
 class Halves(nn.Module):
@@ -41,33 +37,13 @@ class Halves(nn.Module):
         return loss + self.second(x)
 
 
-def tiles_of(model: nn.Module) -> set[int | None]:
-    units = [unit_of(parameter) for parameter in model.parameters()]
-    return {unit.placement.tile for unit in units if unit is not None}
-
-
 def seeded(kind: Any = Stack, widths: tuple[int, ...] = WIDTHS) -> Any:
     torch.manual_seed(3)
     return kind(*widths)
 
 
-def default_tile(cap: int) -> int:
-    tile = Config(device_memory=cap).tile_bytes
-    assert tile is not None
-    return tile
-
-
 def away(folder: Path) -> dict[str, Any]:
     return {**ALL_AWAY, "nvme": str(folder)}
-
-
-def too_small(options: dict[str, Any], *, kind: Any = Stack, widths: tuple[int, ...] = WIDTHS) -> int:
-    """Return a cap that is no less than the smallest that works, and would be refused with its own default tiles."""
-    least = named_by(refusal_of(kind(*widths), {**options, "device_memory": 1}))
-    for cap in (tile_range(least)[1], least):
-        if cap < named_by(refusal_of(kind(*widths), {**options, "device_memory": 1, "tile": default_tile(cap)})):
-            return cap
-    raise AssertionError("nothing is tested")
 
 
 def test_blocks_that_are_compiled_one_by_one_have_tiles_of_their_own(tmp_path: Path) -> None:
@@ -155,15 +131,6 @@ def test_two_graphs_train_within_any_larger_cap(params: str, tmp_path: Path) -> 
         seen.add((*tiles_of(model.first), *tiles_of(model.second)))
     assert any(first != second for first, second in seen), seen
     assert any(first == second for first, second in seen), seen
-
-
-def partitioned(options: dict[str, Any]) -> Stack:
-    torch.manual_seed(3)
-    with torch.device("meta"):
-        model = Stack(*WIDTHS)
-    made = zinf_compile.partition(model, **options)
-    assert isinstance(made, Stack)
-    return made
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,13 @@ from torch import nn
 from training import BACKEND, adamw
 
 import zinf_compile
+from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
+from zinf_compile.ir.compute_shape import tile_range
+from zinf_compile.sharded.parameter import unit_of
 
 ALL_AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+WIDTHS = (768, 1500, 1000)
 
 
 class Stack(nn.Module):
@@ -67,3 +71,32 @@ def refusal_of(model: Stack, options: dict[str, Any], **how: Any) -> str:
     except BudgetError as error:
         return str(error)
     return ""
+
+
+def tiles_of(model: nn.Module) -> set[int | None]:
+    units = [unit_of(parameter) for parameter in model.parameters()]
+    return {unit.placement.tile for unit in units if unit is not None}
+
+
+def default_tile(cap: int) -> int:
+    tile = Config(device_memory=cap).tile_bytes
+    assert tile is not None
+    return tile
+
+
+def too_small(options: dict[str, Any], *, widths: tuple[int, ...] = WIDTHS) -> int:
+    """Return a cap that is no less than the smallest that works, and would be refused with its own default tiles."""
+    least = named_by(refusal_of(Stack(*widths), {**options, "device_memory": 1}))
+    for cap in (tile_range(least)[1], least):
+        if cap < named_by(refusal_of(Stack(*widths), {**options, "device_memory": 1, "tile": default_tile(cap)})):
+            return cap
+    raise AssertionError("nothing is tested")
+
+
+def partitioned(options: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> Stack:
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = Stack(*WIDTHS).to(dtype)
+    made = zinf_compile.partition(model, **options)
+    assert isinstance(made, Stack)
+    return made

@@ -33,6 +33,8 @@ states_kept — What the optimizers of this process keep for each parameter.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
 step_account — What a step of one captured graph takes at rough rates, for the decisions about it.
 tell_homes — What was decided for the parameters of a graph, as text.
+tiles_of_inputs — Tiles of a graph's parameters: whether they follow from the cap, and smaller ones, where the graph doesn't fit
+    with those.
 wrappers — Refusal of models in data-parallel wrappers.
 """
 

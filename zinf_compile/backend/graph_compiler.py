@@ -19,6 +19,7 @@ from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.optim.step_hooks import install
+from zinf_compile.optim.unused import free_buffers_of
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, region_passes, run_passes, verify
 from zinf_compile.passes.activations.raise_saved_views import raise_saved_views
 from zinf_compile.passes.analysis.saved_memories import find_memories
@@ -57,7 +58,7 @@ from .double_backward import reject_double_backward
 from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
 from .losses import Losses
-from .placement_of_inputs import follow_units, follows_cap, may_cut, placements_of, recut_inputs, refuse_closed, with_piece
+from .placement_of_inputs import follow_units, placements_of, refuse_closed, with_piece
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, prepare
 from .remake import ForwardRegions, plan_remade
@@ -65,6 +66,7 @@ from .replan import replanner_of
 from .run_graph import runner
 from .saved_values import SavedSpace, refuse_activation_budget
 from .static_shapes import with_static_shapes
+from .tiles_of_inputs import follows_cap, may_cut, note_tiles, recut_inputs
 from .wrappers import reject_wrappers
 
 Compiled = Callable[..., Any]
@@ -144,6 +146,7 @@ class GraphCompiler:
                 recut_inputs(compiled, example_inputs)
                 self.begin(compiled)
                 compiled = self._compile(gm, example_inputs, captured, context, asked, tiles_follow=False)
+                note_tiles(asked.tile_bytes, self.config, example_inputs)
             assert callable(compiled), "tiles were chosen so that the graph fits"
             return compiled
 
@@ -162,6 +165,7 @@ class GraphCompiler:
         `asked`: the options before they followed those of earlier graphs; `tiles_follow`: tiles do from `device_memory`.
         """
         plans = len(context.plans)
+        free_buffers_of(example_inputs)
         if context.size > 1 or farthest_homes(self.config, context.link.topology).params != Tier.DEVICE:
             raise_limit()
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.ranks.shard_group)
@@ -247,8 +251,7 @@ class GraphCompiler:
             decompositions=losses.decompositions(gm),
         )
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
-            compiled: Compiled = compiler(gm, example_inputs)
-        return reject_double_backward(compiled)
+            return reject_double_backward(compiler(gm, example_inputs))
 
     def place(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any]) -> Placements:
         """Return where the states of each parameter live: where they do already, or where the options say."""
@@ -259,10 +262,9 @@ class GraphCompiler:
         warn_of_caps(self.config, context.device)
         agree_on_memory(context)
         budget = GraphBudget(self.config, slots, inputs, context, self.placements, together=is_first_variant())
-        context.memory.reservations.declare(
-            device=None if self.config.device_memory is None else budget.caps.device,
-            host=None if self.config.host_memory is None else budget.caps.host,
-        )
+        declared = (self.config.device_memory, budget.caps.device), (self.config.host_memory, budget.caps.host)
+        device, host = (None if asked is None else cap for asked, cap in declared)
+        context.memory.reservations.declare(device=device, host=host)
         return budget
 
     def make_planner(self, context: Context) -> GraphPlanner:

@@ -9,18 +9,14 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zinf_compile._torch import no_torch_function
 from zinf_compile.config import AUTO, Config
 from zinf_compile.errors import OptionError
 from zinf_compile.ir.placements import KINDS, Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement, Tier, Topology
-from zinf_compile.optim.record import all_records
-from zinf_compile.runtime.units.recut import recut
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.allowed_homes import farthest_homes
 from zinf_compile.sharded.parameter import unit_of
-from zinf_compile.sharded.unplanned import is_unplanned
 
 
 def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) -> Config:
@@ -89,32 +85,6 @@ def refuse_closed(inputs: Sequence[Any]) -> None:
         unit = unit_of(value)
         if unit is not None:
             _ = unit.context.ranks  # a closed context raises
-
-
-def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -> bool:
-    """Return whether tiles follow from `device_memory`: option `tile` isn't given, and all parameters have those tiles."""
-    if config.tile is not None or "tile" in given or config.device_memory is None:
-        return False
-    units = [unit for value in inputs if (unit := unit_of(value)) is not None and unit.shape and unit.numel]
-    return all(unit.placement.tile == config.tile_bytes for unit in units)
-
-
-def may_cut(inputs: Sequence[Any], *, alone: bool) -> bool:
-    """Return whether the parameters may be cut into other tiles: `alone`, also those that nothing has used."""
-    units = {id(value): unit for value in inputs if (unit := unit_of(value)) is not None}
-    if not (alone or not units) or not all(is_unplanned(unit) and unit.saving is None for unit in units.values()):
-        return False
-    with no_torch_function():
-        if any(value.grad is not None for value in inputs if id(value) in units):
-            return False
-    stepped = (parameter for _, record in all_records() for offloaded in record.offloaded or () for parameter in offloaded.kept)
-    return units.keys().isdisjoint(map(id, stepped))
-
-
-def recut_inputs(config: Config, inputs: Sequence[Any]) -> None:
-    """Cut parameters that are partitioned already as the config says."""
-    units = {id(unit): unit for value in inputs if (unit := unit_of(value)) is not None}
-    recut(list(units.values()), config.tile_bytes, config.shape().piece_numel)
 
 
 def _reduces_alike(unit: Unit, wanted: Placement, option: str) -> bool:

@@ -72,6 +72,7 @@ saved_steps — Deferred steps that are under way when a save begins: it takes f
     waits for none.
 saved_tensors — The tensors that a checkpoint's manifests describe, with the parts of each: all that no save writes is
     refused here.
+saved_tiles — Tiles that a graph has cut for a cap, saved with the parameters that have them, and made again before a load.
 shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.
 shard_reader — Reads this rank's shard of a saved tensor piece by piece, in the order of the parameter's memory.
 stretches — The stretches of a checkpoint's files that have a checksum each: read by the I/O engine, compared when they

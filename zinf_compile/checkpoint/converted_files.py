@@ -57,6 +57,10 @@ class ConvertedFiles(CheckpointFiles):
         self.settings = {
             **files.settings,
             "aliases": {intake.names[alias]: intake.names[name] for alias, name in aliases.items()},
+            "tiles": [
+                {**group, "parameters": [intake.names.get(name, name) for name in group["parameters"]]}
+                for group in files.settings.get("tiles", [])
+            ],
             "optimizers": {prefix: _optimizer(saved, intake.names, new) for prefix, saved in optimizers.items()},
         }
 

@@ -37,6 +37,7 @@ from .intake import DType, Rename
 from .local_buffers import load_local_buffers, local_buffers_of
 from .open_files import find_checkpoint, open_files
 from .random_states import check_random_states, load_random_states
+from .saved_tiles import cut_as_saved
 from .shard_reader import ShardReader, ShardReading, whole_reading
 
 
@@ -64,7 +65,8 @@ def load(
     wait_for_save()
     model, optimizers = plain(model), named_optimizers(optimizer)
     unit = agree_on_units(partitioned_parameters(model), "loading a checkpoint", "", compare_steps=False)
-    loading = _Loading(model, optimizers, meta.ranks if meta is not None else None if unit is None else unit.ranks)
+    ranks = meta.ranks if meta is not None else None if unit is None else unit.ranks
+    loading = _Loading(model, optimizers, ranks, empty=meta is not None)
     path = loading.find(folder)
     opening = partial(open_files, path, optimizers=optimizers, dtype=dtype, rename=rename)
     if meta is None:
@@ -84,10 +86,12 @@ Opening = Callable[..., CheckpointFiles]
 
 
 class _Loading:
-    """One load of a model and its optimizers, by `ranks` together."""
+    """One load of a model and its optimizers, by `ranks` together. `empty`: the model has no values before."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[tuple[str, Optimizer]], ranks: Ranks | None) -> None:
-        self._model, self._optimizers, self._ranks = model, optimizers, ranks
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[tuple[str, Optimizer]], ranks: Ranks | None, *, empty: bool
+    ) -> None:
+        self._model, self._optimizers, self._ranks, self._empty = model, optimizers, ranks, empty
         self._folder: str | os.PathLike[str] = ""
 
     def find(self, folder: str | os.PathLike[str]) -> Path:
@@ -119,6 +123,8 @@ class _Loading:
                 check_gradients(files, targets)
                 buffers = local_buffers_of(files, targets, ranks)
                 check_random_states(files, ranks)
+                if fitting.optimizers:  # else a graph may still cut the parameters as it needs
+                    cut_as_saved(files.settings.get("tiles", []), targets, empty=self._empty)
                 for saved in fitting.optimizers:
                     prepare_states(saved.optimizer, {place: files.tensors[key].dtype for place, key in saved.large.items()})
                 for key in [*fitting.whole_keys(), *whole_gradients(files, targets), *buffers]:

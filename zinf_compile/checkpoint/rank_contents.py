@@ -35,6 +35,7 @@ from .plain_values import encode
 from .rectangles import Rectangle
 from .saved_pieces import Place, SavedPiece, memory_pieces, unit_pieces
 from .saved_steps import SavedStep, step_to_save
+from .saved_tiles import describe_tiles
 from .shard_parts import ShardPart, shard_parts, stretches_of
 
 _SMALL_BYTES, _COPIED_BYTES = 1 << 20, 16 << 20
@@ -88,6 +89,7 @@ class RankContents:
         """Add parameters and persistent buffers, tied ones once; return the first name of each by identity."""
         first: dict[int, str] = {}
         aliases: dict[str, str] = {}
+        units: dict[str, Unit] = {}
         for name, tensor in state_names(plain(model)).items():
             if id(tensor) in first:
                 aliases[name] = first[id(tensor)]
@@ -95,12 +97,15 @@ class RankContents:
             first[id(tensor)] = name
             if isinstance(tensor, ShardedParameter):
                 self._add_parameter(f"model.{name}", tensor)
+                units[name] = tensor._zinf_unit
             elif isinstance(tensor, ShardedTensor):
                 key = f"model.{name}"
                 self.add_shard(key, tensor.unit, tensor, tensor.dtype, partial(companion_pieces, key, tensor))
             else:
                 self.add_whole(f"model.{name}", tensor)
         self.settings["aliases"] = aliases
+        if tiles := describe_tiles(units):
+            self.settings["tiles"] = tiles
         return first
 
     def add_optimizer(self, prefix: str, optimizer: Optimizer, names: dict[int, str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.compute_shape import LEAST_TILE
 from zinf_compile.ir.formats import format_of
 
 from .parts_writer import CHECKED_BYTES
@@ -166,6 +167,10 @@ def _check_settings(path: Path, settings: dict[str, Any], tensors: dict[str, Sav
     aliases, optimizers = settings.get("aliases", {}), settings.get("optimizers", {})
     if not isinstance(aliases, dict) or not isinstance(optimizers, dict):
         _refuse(path, "its aliases or optimizers are no objects")
+    tiles = settings.get("tiles", [])
+    for group in tiles if isinstance(tiles, list) else [tiles]:
+        if not _is_group_of_tiles(group):
+            _refuse(path, f"tiles of parameters are {_short(group)}")
     for alias, name in aliases.items():
         if not isinstance(name, str) or f"model.{name}" not in tensors:
             _refuse(path, f"{_short(alias)} is the same as {_short(name)}, which the checkpoint has not")
@@ -177,6 +182,16 @@ def _check_settings(path: Path, settings: dict[str, Any], tensors: dict[str, Sav
             names = group.get("params") if isinstance(group, dict) else None
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or "settings" not in group:
                 _refuse(path, f"a group of {_short(prefix)} is {_short(group)}")
+
+
+def _is_group_of_tiles(group: Any) -> bool:
+    """Return whether that is what `describe_tiles` says of parameters that are cut alike."""
+    if not isinstance(group, dict):
+        return False
+    names, sizes = group.get("parameters"), [group.get(key) for key in ("default", "tile", "piece_numel")]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not all(map(_is_count, sizes)):
+        return False
+    return bool(LEAST_TILE <= group["tile"] < group["default"])
 
 
 def _is_run(rectangle: Rectangle, shape: Sequence[int]) -> bool:

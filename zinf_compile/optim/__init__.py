@@ -63,6 +63,7 @@ step_records — Records each step of an optimizer on the units that it updates,
 step_saves — Saves that begin while a deferred step is under way: what it has still to make, they take from it as it is
     made.
 timed_update — Times of updates, for whoever records a step.
+unused — Partitioned parameters that nothing has used yet: they may still be cut into other tiles.
 watched_states — States in memory that a save in the background has still to write, and the dict that lets nobody change them
     before.
 """

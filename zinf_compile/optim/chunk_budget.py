@@ -16,6 +16,7 @@ from zinf_compile.sharded.budget_checks import check_states
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import Kept
+from .step_gradient import check_gradients
 
 Shapes = Sequence[tuple[Mapping[str, Column], int]]
 """The columns and the elements of each chunk."""
@@ -33,6 +34,16 @@ def buffers_within_budget(context: Context, name: str, tier: Tier, kept: Mapping
             return count
     _check(context, name, tier, kept, shapes, 1)
     return 1
+
+
+def buffers_for(
+    context: Context, name: str, tier: Tier, kept: Mapping[ShardedParameter, Kept], shapes: Shapes, again: bool
+) -> int:
+    """Return the same, once gradients on their way to a tier are there; `again`: states were counted before."""
+    if again:
+        return buffers_within_budget(context, name, tier, {}, shapes)
+    check_gradients(kept)  # in-flight gradients would be counted on the device
+    return buffers_within_budget(context, name, tier, kept, shapes)
 
 
 def _check(context: Context, name: str, tier: Tier, kept: Mapping[ShardedParameter, Kept], shapes: Shapes, count: int) -> None:

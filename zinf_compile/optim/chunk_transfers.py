@@ -30,8 +30,8 @@ from .chunks import Chunk
 class ChunkTransfers:
     """The chunks of some parameters, buffers for a few of them, and the store of their states on drives.
 
-    `buffers_for(shapes)` returns the number of chunk buffers; called before anything is allocated, it raises `BudgetError` above
-    a cap. `store` is None if states are in memory.
+    `buffers_for(shapes, again)` returns the number of chunk buffers, and is called before they are allocated; `again`: after they
+    were freed. It raises `BudgetError` above a cap. `store` is None if states are in memory.
     """
 
     def __init__(
@@ -43,21 +43,42 @@ class ChunkTransfers:
         placement: Placement,
         *,
         on_drive: bool,
-        buffers_for: Callable[[Sequence[tuple[Mapping[str, Column], int]]], int],
+        buffers_for: Callable[[Sequence[tuple[Mapping[str, Column], int]], bool], int],
     ) -> None:
         self.chunks, self.context, self.route = chunks, context, route
-        shapes = [(chunk.columns, chunk.numel) for chunk in chunks]
-        most = buffers_for(shapes)
+        self._shapes, self._buffers_for = [(chunk.columns, chunk.numel) for chunk in chunks], buffers_for
+        most = buffers_for(self._shapes, False)
         self.store = self._lay_out(placement) if on_drive else None
-        self.buffers = ChunkBuffers(shapes, context.link, pinned=context.device.type != "cpu", most=most)
+        self._made: list[ChunkBuffers] = []
+        """The buffers; none where they were freed. The finalizer sees which there are."""
+        self._make(most)
         self._written: set[int] = set()
         self.saving: ShardsSave | None = None
         """The save in the background that has still to write some of the states on drives, perhaps."""
-        context.memory.host_ledger.add("states", self.buffers.host_bytes)
-        context.memory.ledger.add("staging", self.buffers.device_bytes)
-        self.release = weakref.finalize(optimizer, _close, self.store, self.buffers, context)
+        self.release = weakref.finalize(optimizer, _close, self.store, self._made, context)
         """Free memory and files: runs when the optimizer is collected, or when called."""
         self.release.atexit = False  # the kernel frees files
+
+    @property
+    def buffers(self) -> ChunkBuffers:
+        """The buffers of chunks, made again where they were freed: as many as graphs have planned for by now."""
+        self.make_buffers()
+        return self._made[0]
+
+    def make_buffers(self) -> None:
+        """Make the buffers again, if they were freed. Raises `BudgetError` above a cap."""
+        if not self._made:
+            self._make(self._buffers_for(self._shapes, True))
+
+    def begin(self) -> None:
+        """Begin a step: parameters and gradients of an earlier one are no longer valid."""
+        for buffers in self._made:
+            buffers.begin()
+
+    def free_buffers(self) -> None:
+        """Wait for all transfers, and free the buffers until chunks are next read or updated."""
+        self.drain()
+        _free(self._made, self.context)
 
     @property
     def drive_bytes(self) -> int:
@@ -125,7 +146,7 @@ class ChunkTransfers:
     def forget(self, number: int) -> None:
         """Discard a chunk's states, unread; errors of reads in flight are dropped."""
         self._changing(number)
-        buffer = self.buffers.find(number)
+        buffer = self._made[0].find(number) if self._made else None
         if buffer is not None:
             with contextlib.suppress(StoreError):
                 buffer.drain()
@@ -134,7 +155,14 @@ class ChunkTransfers:
 
     def drain(self, *, but: Container[int | None] = ()) -> None:
         """Wait for all transfers but those of some chunks; then raise the first error."""
-        self.buffers.drain(but=but)
+        for buffers in self._made:
+            buffers.drain(but=but)
+
+    def _make(self, most: int) -> None:
+        made = ChunkBuffers(self._shapes, self.context.link, pinned=self.context.device.type != "cpu", most=most)
+        self.context.memory.host_ledger.add("states", made.host_bytes)
+        self.context.memory.ledger.add("staging", made.device_bytes)
+        self._made.append(made)
 
     def _changing(self, number: int, columns: Mapping[str, torch.Tensor] | None = None) -> None:
         if self.saving is not None:
@@ -168,8 +196,14 @@ def _key(chunk: Chunk, state: str) -> str:
     return f"{state} of {chunk.name}"
 
 
-def _close(store: ShardStore | None, buffers: ChunkBuffers, context: Context) -> None:
-    context.memory.host_ledger.add("states", -buffers.host_bytes)
-    context.memory.ledger.add("staging", -buffers.device_bytes)
+def _free(made: list[ChunkBuffers], context: Context) -> None:
+    while made:
+        buffers = made.pop()
+        context.memory.host_ledger.add("states", -buffers.host_bytes)
+        context.memory.ledger.add("staging", -buffers.device_bytes)
+
+
+def _close(store: ShardStore | None, made: list[ChunkBuffers], context: Context) -> None:
+    _free(made, context)
     if store is not None:
         store.close()

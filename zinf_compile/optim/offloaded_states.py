@@ -10,13 +10,14 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_compile.errors import StepFailedError, StoreError
-from zinf_compile.ir.chunk_columns import GRADIENT, VALUE, Column
+from zinf_compile.errors import StoreError
+from zinf_compile.ir.chunk_columns import GRADIENT, VALUE
 from zinf_compile.ir.pieces import Piece
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending
@@ -25,11 +26,10 @@ from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
 from zinf_compile.runtime.units.saving import ShardsSave
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .calls import group_calls, lies_ready, makes_no_copy
-from .chunk_budget import buffers_within_budget
+from .chunk_budget import buffers_for
 from .chunk_transfers import ChunkTransfers
 from .chunks import Kept, cut, part_of, plan_chunks, range_of
 from .deferrable import may_defer, may_wait
@@ -40,7 +40,7 @@ from .shard_state import kept_state, shard_state
 from .state_exchange import read_copy
 from .state_layout import note, noted
 from .state_table import StateTable
-from .step_gradient import StepGradient
+from .step_gradient import StepGradient, check_gradients
 
 KeptPiece = tuple[ShardedParameter, Piece, str, torch.Tensor]
 """A piece of a parameter, the name of one of its columns, and that column as it was updated."""
@@ -84,7 +84,7 @@ class OffloadedStates:
             self._route,
             placement,
             on_drive=on_drive,
-            buffers_for=lambda shapes: self._buffers_for(optimizer, shapes),
+            buffers_for=partial(buffers_for, context, type(optimizer).__name__, self.tier, self.kept),
         )
         self.chunks = self.transfers.chunks
         self._pieces = collections.Counter(p for chunk in self.chunks for p, _ in chunk.pieces)
@@ -111,9 +111,10 @@ class OffloadedStates:
             self._check_last_step(optimizer)
             for parameter in self.kept:
                 parameter._zinf_unit.wait_updated()  # another optimizer may have updated it
-            self.transfers.buffers.begin()
+            self.transfers.begin()
             self.reconcile(optimizer)
-            self._check_gradients()
+            check_gradients(self.kept)
+            self.transfers.make_buffers()
         found = ((p, p.grad) for p in self.kept)
         self.gradients = {p: StepGradient(p, grad, self._pieces[p]) for p, grad in found if grad is not None}
         self.due = list(self.gradients)
@@ -192,7 +193,7 @@ class OffloadedStates:
 
     def forget_step(self) -> None:
         """Discard the buffers of a failed step, after states were loaded."""
-        self.transfers.buffers.begin()
+        self.transfers.begin()
 
     def leave_states(self, optimizer: Optimizer, *, creates: bool) -> None:
         """Let `optimizer.state` wait for the remaining updates. `creates`: it gets an entry for each parameter on drives now."""
@@ -366,23 +367,6 @@ class OffloadedStates:
                 f"Load a checkpoint of model and optimizer, both from before that step, and go on from there{record.way_back}"
             )
             raise
-
-    def _check_gradients(self) -> None:
-        """Wait for all gradients to reach their tier; raise before any update if a transfer failed."""
-        for parameter in self.kept:
-            grad = parameter.grad
-            if isinstance(grad, ShardedGradient) and grad.offloaded is not None:
-                try:
-                    grad.offloaded.wait_written()
-                except StoreError as error:
-                    raise StepFailedError(
-                        f"the gradient of {parameter._zinf_unit.name} was lost: nothing is updated yet, parameters and states "
-                        f"are as before this step. Cause: {error}"
-                    ) from error
-
-    def _buffers_for(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
-        self._check_gradients()  # in-flight gradients would be counted on the device
-        return buffers_within_budget(self.context, type(optimizer).__name__, self.tier, self.kept, shapes)
 
     def _refresh(self, number: int, buffer: ChunkBuffer) -> None:
         """Let callers who hold a state see what a chunk's update has made of it."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.optim import Optimizer
 
 from zinf_compile._torch import no_torch_function, storage_owners
+from zinf_compile.errors import StepFailedError, StoreError
 from zinf_compile.ir.sizes import Sides
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -76,3 +79,17 @@ def is_applied(grad: torch.Tensor) -> bool:
     """Say whether a step has applied a gradient, to which nothing was added since."""
     version: int | None = getattr(grad, "_zinf_applied", None)
     return version == grad._version
+
+
+def check_gradients(parameters: Iterable[ShardedParameter]) -> None:
+    """Wait for all gradients to reach their tier; raise before any update if a transfer failed."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, ShardedGradient) and grad.offloaded is not None:
+            try:
+                grad.offloaded.wait_written()
+            except StoreError as error:
+                raise StepFailedError(
+                    f"the gradient of {parameter._zinf_unit.name} was lost: nothing is updated yet, parameters and states "
+                    f"are as before this step. Cause: {error}"
+                ) from error

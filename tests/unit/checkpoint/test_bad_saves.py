@@ -230,6 +230,31 @@ def test_values_kept_with_scales(saved: Path) -> None:
     zinf_compile.load(saved, *trained(1))  # as the first version wrote it
 
 
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {},
+        [1],
+        [{"default": 4 << 20, "tile": 2 << 20, "piece_numel": 1 << 18}],
+        [{"default": 4 << 20, "tile": 2 << 20, "piece_numel": 1 << 18, "parameters": [1]}],
+        [{"default": 4 << 20, "tile": 4 << 20, "piece_numel": 1 << 18, "parameters": []}],
+        [{"default": 4 << 20, "tile": 1, "piece_numel": 1 << 18, "parameters": []}],
+        [{"default": 4 << 20, "tile": 2 << 20, "piece_numel": -1, "parameters": []}],
+        [{"default": 4 << 20, "tile": 2 << 20, "piece_numel": "1", "parameters": []}],
+    ],
+)
+def test_tiles_that_no_save_writes(tiles: Any, saved: Path) -> None:
+    edit(saved / "manifest.json", lambda content: content["settings"].update(tiles=tiles))
+    refused(saved, "is damaged, or no save has written it: tiles of parameters are ")
+
+
+def test_tiles_of_parameters_that_are_not_there(saved: Path) -> None:
+    """Or that are whole: nothing is cut."""
+    tiles = [{"default": 4 << 20, "tile": 2 << 20, "piece_numel": 1, "parameters": ["linear.weight", "gone"]}]
+    edit(saved / "manifest.json", lambda content: content["settings"].update(tiles=tiles))
+    zinf_compile.load(saved, *trained(1))
+
+
 def test_parts_that_overlap_or_are_missing(saved: Path) -> None:
     path = saved / "rank-00000.json"
 
