@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
-from zinf_compile.ir.compute_shape import ComputeShape, piece_of, tile_range
+from zinf_compile.ir.compute_shape import ComputeShape, default_tile, piece_of
 from zinf_compile.ir.file_digest import with_digest
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
@@ -197,7 +197,7 @@ class Config:
         """`tile` in bytes, or its default; None: no tiles."""
         if self.tile is not None:
             return parse_bytes(self.tile, option="tile")
-        return tile_range(self.device_bytes or 0)[0] // 4 or None
+        return default_tile(self.device_bytes or 0)
 
     @property
     def device_bytes(self) -> int | None:

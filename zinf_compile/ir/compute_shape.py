@@ -39,6 +39,11 @@ def tile_range(device_memory: int) -> tuple[int, int]:
     return first, 2 * first
 
 
+def default_tile(device_memory: int) -> int | None:
+    """Return the bytes of a tile where nobody says otherwise; None: no parameter is cut."""
+    return tile_range(device_memory)[0] // 4 or None
+
+
 def smaller_ranges(device_memory: int) -> Iterator[int]:
     """Yield the first device_memory of each `tile_range` below that of this one, the largest first."""
     first, _ = tile_range(device_memory)

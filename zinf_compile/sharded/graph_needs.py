@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from zinf_compile.errors import OptionError
-from zinf_compile.ir.compute_shape import smaller_ranges, tile_range
+from zinf_compile.ir.compute_shape import default_tile, smaller_ranges, tile_range
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 
@@ -98,7 +98,7 @@ class GraphNeeds:
                     if fits <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST)) <= allowed[Tier.HOST]:
                         if may_cut:
                             return cap
-                        tile = tile_range(cap)[0] // 4
+                        tile = default_tile(cap)
                         break
             if not short:
                 return None

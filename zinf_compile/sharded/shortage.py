@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from zinf_compile.errors import BudgetError
-from zinf_compile.ir.compute_shape import tile_range
+from zinf_compile.ir.compute_shape import default_tile
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.plan.memory_model import resident
 from zinf_compile.runtime.context import Context
@@ -189,9 +189,9 @@ def name_cap(context: Context, side: Tier, works: int, *, smallest: bool = True)
     if side == Tier.HOST:
         return f"the smallest host_memory that works is {works * ranks_of_node():,}"
     claims = context.memory.reservations
-    now, then = (tile_range(cap)[0] for cap in (claims.tiles_of or 0, works))
+    now, then = (default_tile(cap) for cap in (claims.tiles_of or 0, works))
     text = f"{'the smallest' if smallest else 'a'} device_memory that works is {works:,}"
     if claims.tiles_of is not None and now != then:
         largest = max((unit.bytes for unit in context.units), default=0)
-        text += f", with option tile={now // 4 or largest}, as here"
+        text += f", with option tile={now or largest}, as here"
     return text if smallest else f"{text}, or less with reshard_after_forward=True"
