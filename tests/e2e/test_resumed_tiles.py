@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from capped_stack import ALL_AWAY, WIDTHS, Stack, default_tile, named_by, partitioned, tiles_of, too_small
+from capped_blocks import take_step
+from capped_stack import ALL_AWAY, WIDTHS, Stack, default_tile, named_by, partitioned, seeded, tiles_of, too_small
 from tiers import context_of
 from training import adamw
 
@@ -29,15 +30,8 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def steps(model: Stack, optimizer: torch.optim.Optimizer, *, rows: int = 2, dtype: Any = torch.float32) -> list[float]:
-    losses = []
-    for _ in range(STEPS):
-        loss = model(torch.ones(rows, model.width, dtype=dtype))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    zinf_compile.synchronize()
-    return losses
+    batch = torch.ones(rows, model.width, dtype=dtype)
+    return [loss for _ in range(STEPS) for loss in take_step(model, optimizer, [batch])]
 
 
 def compiled(model: Stack, options: dict[str, Any]) -> tuple[Stack, torch.optim.Optimizer]:
@@ -48,11 +42,6 @@ def compiled(model: Stack, options: dict[str, Any]) -> tuple[Stack, torch.optim.
 def on_meta() -> Stack:
     with torch.device("meta"):
         return Stack(*WIDTHS)
-
-
-def whole() -> Stack:
-    torch.manual_seed(3)
-    return Stack(*WIDTHS)
 
 
 def start_anew() -> None:
@@ -66,7 +55,7 @@ def start_anew() -> None:
 @pytest.mark.parametrize("then", ["partitioned", "on meta", "renamed"])
 def test_it_goes_on_within_the_same_cap(first: str, then: str, options: dict[str, Any], tmp_path: Path) -> None:
     """With the same tiles, and so the same numbers. The optimizer has as many buffers as one that was never loaded."""
-    model, optimizer = compiled(whole() if first == "whole" else partitioned(options), options)
+    model, optimizer = compiled(seeded() if first == "whole" else partitioned(options), options)
     steps(model, optimizer)
     tiles, taken = tiles_of(model), context_of(model).memory.host_ledger.now()["states"]
     zinf_compile.save(tmp_path, model, optimizer)

@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from capped_stack import ALL_AWAY, WIDTHS, Stack, default_tile, named_by, partitioned, refusal_of, tiles_of, too_small, train
+from capped_stack import (
+    ALL_AWAY,
+    WIDTHS,
+    Stack,
+    default_tile,
+    named_by,
+    partitioned,
+    refusal_of,
+    seeded,
+    tiles_of,
+    too_small,
+    train,
+)
 from tiers import context_of
 from torch import nn
 from training import BACKEND, adamw
@@ -35,11 +47,6 @@ class Halves(nn.Module):
         loss = self.first(x)
         torch._dynamo.graph_break()
         return loss + self.second(x)
-
-
-def seeded(kind: Any = Stack, widths: tuple[int, ...] = WIDTHS) -> Any:
-    torch.manual_seed(3)
-    return kind(*widths)
 
 
 def away(folder: Path) -> dict[str, Any]:

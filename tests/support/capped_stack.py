@@ -100,3 +100,8 @@ def partitioned(options: dict[str, Any], *, dtype: torch.dtype = torch.float32) 
     made = zinf_compile.partition(model, **options)
     assert isinstance(made, Stack)
     return made
+
+
+def seeded(kind: Any = Stack, widths: tuple[int, ...] = WIDTHS) -> Any:
+    torch.manual_seed(3)
+    return kind(*widths)
