@@ -11,6 +11,8 @@ from .problem_parts import Link, Region
 
 LARGE_BYTES = 1 << 18
 """Transfers of at least this size say what a link's rate is, smaller ones what each of them takes beside."""
+MOST_LATENCY = 1e-3
+"""Seconds; more is no latency, but a link that waits for something else."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,16 +65,19 @@ class Costs:
 def link_cost(transfers: Iterable[tuple[float, float, int]], assumed: Link) -> LinkCost | None:
     """Return the cost of a link from (start, end, bytes) of what it moved; None where that is too little to tell.
 
-    Transfers may overlap: what counts is when the link was busy.
+    Transfers may overlap: what counts is when the link was busy. At this cost the large ones take together, one after the other,
+    the time for which they kept it busy, and the small ones what they added to that.
     """
     spans = sorted(transfers)
     large = [span for span in spans if span[2] >= LARGE_BYTES]
-    small = [span for span in spans if span[2] < LARGE_BYTES]
-    latency = _busy(small) / len(small) if small else assumed.latency_seconds
+    small = len(spans) - len(large)
     moved = sum(count for _, _, count in large)
     if moved < 4 * LARGE_BYTES:
         return None
-    return LinkCost(moved / max(_busy(large), 1e-9), min(latency, 1e-3))
+    busy = max(_busy(large), 1e-9)
+    latency = (_busy(spans) - busy) / small if small else assumed.latency_seconds
+    latency = min(max(latency, 0.0), MOST_LATENCY, busy / (2 * len(large)))
+    return LinkCost(moved / (busy - latency * len(large)), latency)
 
 
 def _busy(spans: Iterable[tuple[float, float, int]]) -> float:
