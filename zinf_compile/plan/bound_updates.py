@@ -46,8 +46,6 @@ class UpdatesProgramme(Programme):
         problem, device = self.problem, self.problem.device
         allowed = problem.allowed.update
         on_device = self.variable(0.0 if allowed and device not in allowed else 1.0)
-        if problem.host == device or (allowed and problem.host not in allowed):
-            self.rows.add({on_device: -1.0}, -1.0)
         self.seconds[on_device] += piece.device_seconds
         for interval in range(0, self.intervals, 2):
             self.length[interval][on_device] = piece.device_seconds
@@ -63,6 +61,10 @@ class UpdatesProgramme(Programme):
         held = (piece.state_bytes, piece.value_bytes, piece.gradient_bytes)
         buffer = [(homes[tier], size) for (homes, _, _), size in zip(rows, held, strict=False) for tier in problem.tiers]
         far = {homes[tier] for homes, _, _ in rows for tier in problem.tiers if not tier.in_memory}
+        if problem.host == device:  # a thread updates what comes from a drive
+            self.rows.add({on_device: -1.0, **dict.fromkeys(far, -1.0)}, -1.0)
+        elif allowed and problem.host not in allowed:
+            self.rows.add({on_device: -1.0}, -1.0)
         self.buffers.append({column: float(size) for column, size in buffer if column in far})
         until = self._window(piece)
         if piece.host_seconds:

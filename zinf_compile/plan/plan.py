@@ -110,7 +110,8 @@ class Store:
 class Update:
     """A piece of states is updated, with all its transfers: what it reads comes from its homes, what it writes goes there.
 
-    On the device it runs between regions, at `due`; elsewhere beside them.
+    On a device beside the host it runs between regions, at `due`; elsewhere beside them, as all that comes from a drive does
+    where the device is the host.
     """
 
     piece: str

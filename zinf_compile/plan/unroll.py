@@ -206,14 +206,14 @@ class Unrolled:
             arrived.setdefault(link.destination, []).append(self._transfer(f"read {piece.name}", link, moved, step, passed))
         after = [number for numbers in arrived.values() for number in numbers] or after
         due = step * problem.count + update.due
-        if update.on == problem.device and update.due > update.start:
+        if traffic.takes_compute and update.due > update.start:
             self._on_compute[due].append((step, update, traffic, after, chain))
         else:
             self._run_update(step, update, traffic, after, chain)
 
     def _run_update(self, step: int, update: Update, traffic: UpdateTraffic, after: list[int], chain: list[int]) -> None:
         problem, piece = self._problem, self._problem.piece[update.piece]
-        lane = COMPUTE if update.on == problem.device else UPDATE
+        lane = COMPUTE if traffic.takes_compute else UPDATE
         last = valued = self._add(Task(f"update {piece.name}", lane, step, traffic.seconds), after)
         for link, moved in traffic.writes:
             last = self._transfer(f"write {piece.name}", link, moved, step, [last])

@@ -25,6 +25,9 @@ class UpdateTraffic:
     """Of the update itself."""
     values_written: tuple[Link, ...]
     """The links that new values pass on their way home."""
+    takes_compute: bool
+    """Whether the device computes it, between regions. Where its memory is the host's, a thread of the host updates what comes
+    from elsewhere beside the regions."""
 
 
 def update_traffic(problem: StepProblem, homes: Homes, piece: StatePiece, on: Tier) -> UpdateTraffic:
@@ -61,12 +64,14 @@ def _make(problem: StepProblem, piece: StatePiece, state: Tier, value: Tier, gra
                 if tier in buffers:
                     buffers[tier] += held
     order = problem.tiers.index
+    buffers = {tier: count for tier, count in buffers.items() if count}
     return UpdateTraffic(
         reads=tuple(sorted(reads.values(), key=lambda row: _distance(problem, on, row[0].source), reverse=True)),
         writes=tuple(sorted(writes.values(), key=lambda row: abs(order(row[0].source) - order(on)) if row[0].source else 0)),
-        buffers={tier: count for tier, count in buffers.items() if count},
+        buffers=buffers,
         seconds=piece.device_seconds if on == problem.device else piece.host_seconds,
         values_written=problem.hops(on, value) if piece.value_bytes else (),
+        takes_compute=on == problem.device and not (on == problem.host and buffers),
     )
 
 

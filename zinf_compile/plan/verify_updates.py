@@ -76,7 +76,7 @@ def check_updates(problem: StepProblem, plan: Plan) -> list[str]:
     for fetch in local.fetches:
         if fetch.kind is Kind.PARAM:
             arrivals[fetch.name].append(fetch)
-    buffered: list[Update] = []
+    buffered: list[tuple[Update, bool]] = []
     for update in local.updates:
         piece = problem.piece[update.piece]
         if update.start < count:
@@ -88,7 +88,8 @@ def check_updates(problem: StepProblem, plan: Plan) -> list[str]:
         elif problem.allowed.update and update.on not in problem.allowed.update:
             wrong.append(f"{update}: the user allows updates on {', '.join(problem.allowed.update)}")
         else:
-            buffered += [update] if update_traffic(problem, local.homes, piece, update.on).buffers else []
+            traffic = update_traffic(problem, local.homes, piece, update.on)
+            buffered += [(update, traffic.takes_compute)] if traffic.buffers else []
         if not piece.deferrable and update.due > count:
             wrong.append(f"{update}: the piece cannot be updated beside the next step")
         for name in piece.units:
@@ -110,7 +111,7 @@ def check_updates(problem: StepProblem, plan: Plan) -> list[str]:
     if starts != sorted(starts):
         wrong.append("updates are not in the order in which they start")
     if local.update_buffers:
-        for earlier, later in zip(buffered, buffered[local.update_buffers :], strict=False):
-            if earlier.on == problem.device and earlier.start < earlier.due and later.start < earlier.due:
+        for (earlier, between), (later, _) in zip(buffered, buffered[local.update_buffers :], strict=False):
+            if between and earlier.start < earlier.due and later.start < earlier.due:
                 wrong.append(f"{later}: {local.update_buffers} buffers are in use until boundary {earlier.due}")
     return wrong

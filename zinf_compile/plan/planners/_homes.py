@@ -154,7 +154,7 @@ def least_seconds(
         traffic = update_traffic(problem, homes, piece, on)
         for link, count in (*traffic.reads, *traffic.writes):
             lanes[link.on_lane] += link.seconds(count)
-        if on == problem.device:
+        if traffic.takes_compute:
             compute += traffic.seconds
         else:
             host += traffic.seconds

@@ -22,30 +22,30 @@ WINDOW = 3
 def deferred(problem: StepProblem, homes: Homes, *, buffers: int = CHUNK_BUFFERS) -> tuple[Update, ...]:
     """Return updates in the order of their units' first uses, due at these at the latest.
 
-    On the device an update runs between regions. One whose piece is read for it is due as soon as the read is expected to be
-    over: then its buffer is written and free, and the next piece is read. What lives on the device takes no buffer and runs at
-    its use.
+    An update that takes the device's time runs between regions. One whose piece is read for it is due as soon as the read is
+    expected to be over: then its buffer is written and free, and the next piece is read. What lives on the device takes no buffer
+    and runs at its use.
     """
-    count, device = problem.count, problem.device
+    count = problem.count
     first = {unit.name: min((*unit.uses, *unit.gradients)) for unit in problem.units}
     paced = _shares_links(problem, homes)
     pace = _Pace(problem)
     found: list[Update] = []
-    moved: list[Update] = []
+    moved: list[tuple[Update, UpdateTraffic]] = []
     for piece in sorted(problem.pieces, key=lambda piece: _first(piece, first)):
         on = update_tier(problem, homes.states[piece.name])
         traffic = update_traffic(problem, homes, piece, on)
         use = _first(piece, first) if piece.deferrable else 0
         start = count + (max(0, use - WINDOW) if paced else 0)
-        if traffic.buffers and len(moved) >= buffers and moved[-buffers].on == device:
-            start = max(start, moved[-buffers].due)
+        if traffic.buffers and len(moved) >= buffers and moved[-buffers][1].takes_compute:
+            start = max(start, moved[-buffers][0].due)
         start = max(start, found[-1].start if found else 0)
         due = count + use
-        if traffic.buffers and on == device:
+        if traffic.buffers and traffic.takes_compute:
             due = min(due, count + pace.ready(traffic, start - count))
         found.append(Update(piece.name, on, min(start, due), due))
         if traffic.buffers:
-            moved.append(found[-1])
+            moved.append((found[-1], traffic))
     return tuple(found)
 
 
