@@ -55,6 +55,7 @@ def critical_path(problem: StepProblem, plan: Plan, *, steps: int = STEPS) -> Cr
     unrolled = Unrolled(problem, plan, steps)
     times = run(unrolled.tasks)
     graph: nx.DiGraph = unrolled.graph()
+    graph.add_edges_from(times.behind)
     lanes: dict[str, list[int]] = defaultdict(list)
     for number, task in enumerate(unrolled.tasks):
         lanes[task.lane].append(number)

@@ -117,29 +117,45 @@ class _Programme(UpdatesProgramme):
             for interval in range(self.intervals):
                 self.used_room[interval][at_home] += unit.stored_bytes
             link = problem.link(None, device) if problem.world_size > 1 else None
-            self._pass_once(unit.stored_bytes, homes, count)
+            self._pass_once(unit, homes, count)
         else:
             links = problem.hops(problem.tiers[1], device) if len(problem.tiers) > 1 else ()
             link = links[0] if links else None
-            if len(problem.tiers) > 2:
+            if len(problem.tiers) > 2 and not self._is_handed(unit):
                 self._pass_far(unit.stored_bytes, homes, count)
         wire = unit.wire_bytes if unit.is_gathered else unit.stored_bytes
         seconds = seconds_of(link, wire, count) if link else 0.0
         uses = {self.of_region[use] for use in unit.uses}
         lasting = None if not unit.trained else () if unit.is_gathered else (at_home,)
-        present = self._over_time(uses, size, link, seconds, one=self.smallest[unit.name], lasting=lasting)
+        from_drive = not unit.is_gathered and link is not None and not problem.tiers[1].in_memory
+        handed = min(uses, default=-1) if from_drive and self._is_handed(unit) else -1
+        present = self._over_time(uses, size, link, seconds, one=self.smallest[unit.name], lasting=lasting, handed=handed)
         for column in present.values():
             if not unit.is_gathered:
                 self.rows.add({at_home: 1.0, column: -1.0}, 0.0)
 
+    def _is_handed(self, unit: Unit) -> bool:
+        """Say whether updates beside the step's regions may hand a shard to its first use: then no drive has to bring it."""
+        pieces = self.problem.pieces_of[unit.name]
+        return bool(pieces) and all(piece.deferrable for piece in pieces)
+
     def _over_time(
-        self, uses: set[int], size: float, link: Link | None, seconds: float, *, one: float, lasting: tuple[int, ...] | None
+        self,
+        uses: set[int],
+        size: float,
+        link: Link | None,
+        seconds: float,
+        *,
+        one: float,
+        lasting: tuple[int, ...] | None,
+        handed: int = -1,
     ) -> dict[int, int]:
         """Add the share that is on the device at the end of each interval, and what arrives in it. Return the former.
 
         What is used in a checked region is there at its beginning and end; what is used elsewhere in an interval has been there,
         or has arrived, once. `one`: the bytes of a unit, which has its memory from its start on: where these do not fit beside
-        what a region uses, nothing of it is there. `lasting`: the shares that last over the step; None: all of it.
+        what a region uses, nothing of it is there. `lasting`: the shares that last over the step; None: all of it. `handed`:
+        the last interval in which an update may hand it over.
         """
         checked = {use for use in uses if use % 2}
         elsewhere = uses - checked
@@ -160,20 +176,22 @@ class _Programme(UpdatesProgramme):
             if link is not None and interval not in checked:
                 arriving = self.variable()
                 self.on_link[link.name][interval][arriving] += seconds
-                terms[arriving] = -1.0
+                come = [arriving, *([self.variable(1.0)] if interval <= handed else [])]
+                terms |= dict.fromkeys(come, -1.0)
                 if interval in elsewhere:
-                    self.rows.add({before: -1.0, arriving: -1.0}, -1.0)
+                    self.rows.add({before: -1.0, **dict.fromkeys(come, -1.0)}, -1.0)
             elif interval in elsewhere and link is None:
                 self.rows.add({before: -1.0}, -1.0)
             self.rows.add(terms, 0.0)
         return present
 
-    def _pass_once(self, stored: float, homes: dict[Tier, int], count: int) -> None:
-        """A shard that does not live on the device passes each link on its way at least once a step."""
-        tiers = self.problem.tiers
+    def _pass_once(self, unit: Unit, homes: dict[Tier, int], count: int) -> None:
+        """A shard that does not live on the device passes each link on its way at least once a step, unless it is handed over."""
+        tiers, handed = self.problem.tiers, self._is_handed(unit)
         for place, tier in enumerate(tiers[1:], 1):
             for link in self.problem.hops(tier, tiers[0]):
-                self.total[link.name][homes[tiers[place]]] += seconds_of(link, stored, count)
+                if not (handed and link.source is not None and not link.source.in_memory):
+                    self.total[link.name][homes[tiers[place]]] += seconds_of(link, unit.stored_bytes, count)
 
     def _pass_far(self, stored: float, homes: dict[Tier, int], count: int) -> None:
         tiers = self.problem.tiers

@@ -79,7 +79,10 @@ class Remake:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fetch:
-    """A copy of a shard or saved value on a nearer tier. One row is one hop."""
+    """A copy of a shard or saved value on a nearer tier. One row is one hop.
+
+    A shard that is fetched from a drive before its update is over is given the new values as they are made: no link moves them.
+    """
 
     kind: Kind
     name: str

@@ -53,6 +53,10 @@ class Times:
 
     start: list[float]
     end: list[float]
+    bytes: list[int]
+    """What it moved: less than the task says where an update handed some of it over."""
+    behind: list[tuple[int, int]]
+    """Tasks that were waited for, and by whom, beside those that tasks say."""
 
 
 def simulate(problem: StepProblem, plan: Plan, *, steps: int = STEPS) -> Timeline:
@@ -62,9 +66,9 @@ def simulate(problem: StepProblem, plan: Plan, *, steps: int = STEPS) -> Timelin
     begins = [times.end[number] for number in unrolled.begins]
     zero, seconds = begins[-2], begins[-1] - begins[-2]
     lanes: dict[str, list[Span]] = defaultdict(list)
-    for task, start, end in zip(unrolled.tasks, times.start, times.end, strict=True):
-        if end > zero and start < begins[-1] and (end > start or task.bytes):
-            lanes[task.lane].append(Span(task.name, start - zero, end - zero, task.bytes))
+    for task, start, end, moved in zip(unrolled.tasks, times.start, times.end, times.bytes, strict=True):
+        if end > zero and start < begins[-1] and (end > start or moved):
+            lanes[task.lane].append(Span(task.name, start - zero, end - zero, moved))
     return Timeline(
         seconds=seconds,
         lanes={lane: tuple(spans) for lane, spans in lanes.items()},
@@ -89,12 +93,17 @@ def run(tasks: Sequence[Task]) -> Times:
     beside = {each.link for task in tasks if task.link is not None and task.seconds for each in task.link.beside}
     waiting = [len(task.after) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
+    issues: dict[int, list[int]] = defaultdict(list)
     for number, task in enumerate(tasks):
         for before in task.after:
             followers[before].append(number)
+        if task.handed:
+            issues[task.issued].append(number)
+    seconds, moved = [task.seconds for task in tasks], [task.bytes for task in tasks]
+    behind: list[tuple[int, int]] = []
     start, end = [0.0] * len(tasks), [math.nan] * len(tasks)
     heap: list[tuple[float, int, int]] = []
-    running = _Running(tasks)
+    running = _Running(tasks, seconds)
     now = 0.0
     lanes: dict[str, list[int]] = {task.lane: [] for task in tasks}
     free = dict.fromkeys(lanes, True)
@@ -110,11 +119,11 @@ def run(tasks: Sequence[Task]) -> Times:
             free[lane] = False
             task = tasks[number]
             start[number] = now
-            if task.link is not None and task.seconds and (task.link.beside or task.link.name in beside):
+            if task.link is not None and seconds[number] and (task.link.beside or task.link.name in beside):
                 for event in running.begin(number, now):
                     heapq.heappush(heap, event)
             else:
-                heapq.heappush(heap, (now + task.seconds, number, -1))
+                heapq.heappush(heap, (now + seconds[number], number, -1))
         touched = {}
         if not heap:
             break
@@ -127,6 +136,14 @@ def run(tasks: Sequence[Task]) -> Times:
         end[number] = now
         free[tasks[number].lane] = True
         touched[tasks[number].lane] = None
+        for fetch in issues.get(number, ()):
+            written, moved[fetch] = _to_move(tasks[fetch], end)
+            seconds[fetch] = tasks[fetch].link.seconds(moved[fetch])  # type: ignore[union-attr]
+            for write in written:
+                behind.append((write, fetch))
+                if math.isnan(end[write]):
+                    waiting[fetch] += 1
+                    followers[write].append(fetch)
         for follower in followers[number]:
             waiting[follower] -= 1
             if not waiting[follower]:
@@ -136,19 +153,27 @@ def run(tasks: Sequence[Task]) -> Times:
     assert not stuck, (
         f"{stuck[0]} and {len(stuck) - 1} other tasks wait for each other: the plan is not one that `verify` accepts"
     )
-    return Times(start, end)
+    return Times(start, end, moved, behind)
+
+
+def _to_move(fetch: Task, end: Sequence[float]) -> tuple[list[int], int]:
+    """Return the writes behind which a fetch reads what no update hands to it any more, and the bytes of that."""
+    late = [each for each in fetch.handed if not math.isnan(end[each.update])]
+    if len(late) == len(fetch.handed):
+        return [each.written for each in late], fetch.bytes
+    return [each.written for each in late], round(fetch.bytes * math.fsum(each.part for each in late))
 
 
 class _Running:
     """Transfers under way whose rates depend on each other."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks = tasks
+    def __init__(self, tasks: Sequence[Task], seconds: Sequence[float]) -> None:
+        self._tasks, self._seconds = tasks, seconds
         self._left: dict[int, tuple[float, float, float]] = {}  # seconds of work left, speed, since when
         self.version: dict[int, int] = {}
 
     def begin(self, number: int, now: float) -> list[tuple[float, int, int]]:
-        self._left[number] = (self._tasks[number].seconds, 0.0, now)
+        self._left[number] = (self._seconds[number], 0.0, now)
         return self._rates(now)
 
     def finish(self, number: int, now: float) -> list[tuple[float, int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
@@ -18,11 +18,22 @@ from zinf_compile.ir.tiers import Tier
 from .occupancy import bytes_of
 from .plan import Fetch, Gather, Kind, Plan, Reduction, Store, Update
 from .problem import StepProblem
-from .problem_parts import Link
+from .problem_parts import Link, StatePiece
 from .update_traffic import UpdateTraffic, update_traffic
 
 COMPUTE, UPDATE = "compute", "update"
 """Lanes beside those of links."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Handed:
+    """A part of a shard that an update makes, and hands to who has asked for it by then."""
+
+    update: int
+    """The task that makes it."""
+    written: int
+    """The task behind which it is where the shard lives."""
+    part: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,10 +48,17 @@ class Task:
     bytes: int = 0
     link: Link | None = None
     after: list[int] = dataclasses.field(default_factory=list)
+    handed: tuple[Handed, ...] = ()
+    """Of a fetch from a drive: what need not be moved where the update is not over yet when `issued` is."""
+    issued: int = -1
 
 
 class Unrolled:
-    """The tasks of a plan that is repeated `steps` times, beginning with nothing fetched ahead."""
+    """The tasks of a plan that is repeated `steps` times, beginning with nothing fetched ahead.
+
+    Of a fetch that updates may hand a shard to, `after` has the updates: whether it is also behind their writes is seen when it
+    is issued.
+    """
 
     def __init__(self, problem: StepProblem, plan: Plan, steps: int) -> None:
         self.tasks: list[Task] = []
@@ -61,7 +79,7 @@ class Unrolled:
         self._fetched: dict[tuple[Kind, str, str], list[tuple[int, int, int]]] = defaultdict(list)
         self._left: dict[tuple[Kind, str, str, int], list[int]] = defaultdict(list)
         self._reduced: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self._valued: dict[str, list[int]] = defaultdict(list)
+        self._valued: dict[str, list[Handed]] = defaultdict(list)
         self._chains: list[list[int]] = []
         self._place()
         for boundary in range(steps * problem.count + 1):
@@ -148,7 +166,10 @@ class Unrolled:
         elif isinstance(row, Fetch):
             link, count = problem.link(row.source, row.to), bytes_of(problem, row)
             name, after = f"fetch {row.kind} {row.name}", self._source(step, row, start)
+            handed = () if row.source.in_memory or row.kind is not Kind.PARAM else tuple(self._valued[row.name])
+            after = [each.update for each in handed] or after
             number = self._transfer(name, link, count, step, [issued, *after])
+            self.tasks[number].handed, self.tasks[number].issued = handed, issued
             self._arrivals[at + row.due].append(number)
             self._fetched[row.kind, row.name, row.to].append((start, at + row.until, number))
         else:
@@ -179,7 +200,7 @@ class Unrolled:
 
     def _shard(self, step: int, name: str, tier: str, start: int) -> list[int]:
         """Return what has to have run before a shard is on a tier."""
-        return self._covering(Kind.PARAM, name, tier, start) or list(self._valued[name])
+        return self._covering(Kind.PARAM, name, tier, start) or [each.written for each in self._valued[name]]
 
     def _issue_update(self, step: int, update: Update, freed: int) -> None:
         problem, plan = self._problem, self._plan
@@ -214,17 +235,24 @@ class Unrolled:
     def _run_update(self, step: int, update: Update, traffic: UpdateTraffic, after: list[int], chain: list[int]) -> None:
         problem, piece = self._problem, self._problem.piece[update.piece]
         lane = COMPUTE if traffic.takes_compute else UPDATE
-        last = valued = self._add(Task(f"update {piece.name}", lane, step, traffic.seconds), after)
+        number = last = valued = known = self._add(Task(f"update {piece.name}", lane, step, traffic.seconds), after)
         for link, moved in traffic.writes:
             last = self._transfer(f"write {piece.name}", link, moved, step, [last])
             if link in traffic.values_written:
                 valued = last
+                known = last if link.destination is not None and link.destination.in_memory else known
         chain.append(last)
         at = step * problem.count
-        self._new_values[at + update.due].append(valued)
+        self._new_values[at + update.due].append(known)
         self._new_values[at + self._plan.local.updates_done].append(last)
         for name in piece.units:
             table = self._valued[name]
-            if table and self.tasks[table[0]].step != step:
+            if table and self.tasks[table[0].update].step != step:
                 table.clear()
-            table.append(valued)
+            table.append(Handed(number, valued, _part(problem.pieces_of[name], piece)))
+
+
+def _part(pieces: Sequence[StatePiece], piece: StatePiece) -> float:
+    """Return the part of a unit's shard that one of its pieces updates."""
+    total = sum(each.value_bytes / len(each.units) for each in pieces)
+    return piece.value_bytes / len(piece.units) / total if total else 0.0
