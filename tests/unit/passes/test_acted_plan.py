@@ -48,6 +48,14 @@ def test_docstring_of_keep_gathered() -> None:
     assert text_of(keep_gathered(marked(before, "a", "c"), plan=lambda graph: apart)).splitlines() == before
 
 
+@pytest.mark.parametrize("planned", [rows(Gather("w", 0, 0, 2)), rows(Gather("w", 0, 0, 1), Gather("w", 1, 1, 2))])
+def test_stays_that_overlap_become_one(planned: PlannedGraph) -> None:
+    lines = ["g = all_gather(w)", "a = relu(x)", "h = all_gather(w)", "u = wait(h)", "b = mm(a, u)", "release(u)"]
+    gm = marked([*lines, "v = wait(g)", "c = mm(b, v)", "release(v)"], "a", "c")
+    kept = ["g = all_gather(w)", "a = relu(x)", "v = wait(g)", "b = mm(a, v)", "c = mm(b, v)", "release(v)"]
+    assert text_of(keep_gathered(gm, plan=lambda graph: planned)).splitlines()[: len(kept)] == kept
+
+
 def test_docstring_of_start_gathers() -> None:
     before, after = example_of(start_gathers)
     planned = rows(Gather("w0", 0, 0, 1), Gather("w1", 0, 1, 2))
