@@ -73,7 +73,8 @@ def _take(backward: fx.GraphModule, tensors: Sequence[fx.Node], numbers: Sequenc
         for source in (*numbers, *tensors):
             taken = graph.placeholder(source.name)
             if source.name in present:  # computed again here, by the partitioner
-                present[source.name].name, taken.name = taken.name, source.name
+                present[source.name].name = taken.name
+            taken.name = source.name  # which may be in use, or was: the partitioner drops what it doesn't need
             taken.target = taken.name
             taken.meta = {key: value for key, value in source.meta.items() if key != "desc" or source.op == "placeholder"}
 

@@ -125,6 +125,36 @@ def test_batch_norm_without_momentum() -> None:
     same(twins(Averaging), act, drops=None)
 
 
+class Experts(nn.Module):
+    """Blocks of four experts each, of which a gate weighs two for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(2))
+        self.layers = nn.ModuleList(nn.ModuleList(self.expert() for _ in range(4)) for _ in range(2))
+
+    def expert(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, gate, experts in zip(self.norms, self.gates, self.layers, strict=True):
+            y = norm(x)
+            scores = gate(y).softmax(-1)
+            kept = scores * (scores >= scores.topk(2, -1).values[..., -1:])
+            x = x + sum(kept[..., n : n + 1] * expert(y) for n, expert in enumerate(experts))  # type: ignore[operator]
+        return x.square().mean()
+
+
+def test_experts() -> None:
+    def act(twin: Twin) -> torch.Tensor:
+        loss = twin.call(torch.randn(4, TOKENS, WIDTH))
+        loss.backward()
+        return loss
+
+    same(twins(Experts, planner="one_ahead", device_memory="64MiB"), act)
+
+
 def test_dynamic_shapes() -> None:
     pair = twins()
 

@@ -93,6 +93,15 @@ def test_a_value_that_the_partitioner_computes_again_is_another() -> None:
     assert text_of(backward) == "a_1 = mm(x, g)\nreturn (a_1,)\n"
 
 
+def test_a_value_has_its_name_where_the_backward_has_dropped_one_of_that_name() -> None:
+    forward = graph_of("a = mm(x, w); b = relu(a); return (b, x)", x=X, w=W)
+    backward = graph_of("a = mm(x, g); c = relu(g); return (c,)", x=X, g=X)
+    backward.graph.eliminate_dead_code()
+    carried, _ = carry_values(forward, backward=backward, own_outputs=1, values=["a"])
+    assert carried == {"a": "a"}
+    assert [node.name for node in backward.graph.nodes if node.op == "placeholder"] == ["a", "x", "g"]
+
+
 def test_numbers_traffic_and_memory() -> None:
     forward, backward = pair()
     drop_saved_values(forward)
