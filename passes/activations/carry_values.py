@@ -72,10 +72,11 @@ def _take(backward: fx.GraphModule, tensors: Sequence[fx.Node], numbers: Sequenc
     with graph.inserting_before(place):
         for source in (*numbers, *tensors):
             taken = graph.placeholder(source.name)
-            if source.name in present:  # computed again here, by the partitioner
-                present[source.name].name = taken.name
-            taken.name = source.name  # which may be in use, or was: the partitioner drops what it doesn't need
-            taken.target = taken.name
+            other = present.pop(source.name, None)
+            if other is not None:  # computed again here, by the partitioner
+                other.name = taken.name
+                present[other.name] = other
+            taken.name = taken.target = source.name  # FX gives another one where the partitioner had a node of that name
             taken.meta = {key: value for key, value in source.meta.items() if key != "desc" or source.op == "placeholder"}
 
 

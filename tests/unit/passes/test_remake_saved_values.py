@@ -102,6 +102,15 @@ def test_a_value_has_its_name_where_the_backward_has_dropped_one_of_that_name() 
     assert [node.name for node in backward.graph.nodes if node.op == "placeholder"] == ["a", "x", "g"]
 
 
+def test_names_of_what_is_carried_over_stay_apart_from_those_of_what_is_computed_again() -> None:
+    forward = graph_of("a = mm(x, w); a_1 = relu(a); b = relu(a_1); return (b, x)", x=X, w=W)
+    backward = graph_of("a = mm(x, g); return (a,)", x=X, g=X)
+    carry_values(forward, backward=backward, own_outputs=1, values=["a", "a_1"])
+    names = [node.name for node in backward.graph.nodes]
+    assert names[:2] == ["a", "a_1"]
+    assert len(set(names)) == len(names)
+
+
 def test_numbers_traffic_and_memory() -> None:
     forward, backward = pair()
     drop_saved_values(forward)
