@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from zinf_compile.plan.costs import Costs, LinkCost, link_cost
+from zinf_compile.plan.costs import LARGE_BYTES, Costs, LinkCost, link_cost
 from zinf_compile.plan.problem_parts import Link
 from zinf_compile.runtime.lanes.overlap_log import busy_s, joined
 from zinf_compile.runtime.lanes.step_recorder import COMPUTE, ISSUE, UPDATE, StepRecord
@@ -63,14 +63,14 @@ def costs_of(
 
 
 def link_costs(records: Sequence[StepRecord], links: Sequence[Link]) -> dict[str, LinkCost]:
-    """Return the costs of links that moved enough to tell."""
+    """Return the costs of links that moved enough to tell: of each those of the record in which they are in the middle."""
     found: dict[str, LinkCost] = {}
     for link in links:
         each = [link_cost([(s.start, s.end, s.bytes) for s in record.of(link.name)], link) for record in records]
         known = [cost for cost in each if cost is not None]
+        known.sort(key=lambda cost: cost.latency_seconds + LARGE_BYTES / cost.bytes_per_second)
         if known:
-            rate = statistics.median(cost.bytes_per_second for cost in known)
-            found[link.name] = LinkCost(rate, statistics.median(cost.latency_seconds for cost in known))
+            found[link.name] = known[len(known) // 2]
     return found
 
 

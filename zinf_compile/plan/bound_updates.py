@@ -83,7 +83,7 @@ class UpdatesProgramme(Programme):
                     for link in links if count else ():
                         table[link.name].append((until, homes[tier], count))
                         self.total[link.name][homes[tier]] += link.latency_seconds
-                if homes is states and read == written == piece.state_bytes:
+                if homes is states and 0 < read == written == piece.state_bytes:
                     self.passing[inward[-1].name, outward[0].name].append((until, homes[tier], read))
 
     def _window(self, piece: StatePiece) -> int:

@@ -66,7 +66,7 @@ def link_cost(transfers: Iterable[tuple[float, float, int]], assumed: Link) -> L
     """Return the cost of a link from (start, end, bytes) of what it moved; None where that is too little to tell.
 
     Transfers may overlap: what counts is when the link was busy. At this cost the large ones take together, one after the other,
-    the time for which they kept it busy, and the small ones what they added to that.
+    the time for which they kept it busy, and the small ones what they added to that, unless that is more than a latency may be.
     """
     spans = sorted(transfers)
     large = [span for span in spans if span[2] >= LARGE_BYTES]
@@ -74,8 +74,10 @@ def link_cost(transfers: Iterable[tuple[float, float, int]], assumed: Link) -> L
     moved = sum(count for _, _, count in large)
     if moved < 4 * LARGE_BYTES:
         return None
-    busy = max(_busy(large), 1e-9)
-    latency = (_busy(spans) - busy) / small if small else assumed.latency_seconds
+    busy, latency = max(_busy(large), 1e-9), assumed.latency_seconds
+    if small:  # of so many bytes each takes a latency, and its part of the rate
+        part = sum(count for _, _, count in spans) / moved - 1
+        latency = (_busy(spans) - busy - part * busy) / (small - part * len(large))
     latency = min(max(latency, 0.0), MOST_LATENCY, busy / (2 * len(large)))
     return LinkCost(moved / (busy - latency * len(large)), latency)
 

@@ -5,7 +5,8 @@ Note: why it is a bound
     and the end of regions, what is used in a region is there, and no link moves more in a region, or in the pause before one,
     than its rate allows. A unit has all its memory from its start on, so nothing of it is there while a region leaves no room
     for it. Each plan that repeats is a solution of the programme: its shares of bytes and its pauses, averaged over steps. What
-    the programme leaves out (orders, whole units, the dues of updates) can only make a step longer.
+    the programme leaves out (orders, whole units, the dues of updates) can only make a step longer. What is updated beside a
+    step may be handed to its first use: then no drive has to bring it.
 """
 
 from __future__ import annotations
@@ -117,27 +118,27 @@ class _Programme(UpdatesProgramme):
             for interval in range(self.intervals):
                 self.used_room[interval][at_home] += unit.stored_bytes
             link = problem.link(None, device) if problem.world_size > 1 else None
-            self._pass_once(unit, homes, count)
+            self._pass_once(unit, homes, count, near=0)
         else:
             links = problem.hops(problem.tiers[1], device) if len(problem.tiers) > 1 else ()
             link = links[0] if links else None
-            if len(problem.tiers) > 2 and not self._is_handed(unit):
-                self._pass_far(unit.stored_bytes, homes, count)
+            self._pass_once(unit, homes, count, near=1)
         wire = unit.wire_bytes if unit.is_gathered else unit.stored_bytes
         seconds = seconds_of(link, wire, count) if link else 0.0
         uses = {self.of_region[use] for use in unit.uses}
         lasting = None if not unit.trained else () if unit.is_gathered else (at_home,)
         from_drive = not unit.is_gathered and link is not None and not problem.tiers[1].in_memory
-        handed = min(uses, default=-1) if from_drive and self._is_handed(unit) else -1
+        handed = -1
+        if from_drive and unit.uses and self._is_handed(unit):  # regions behind the last checked one are in interval 0
+            handed = self.of_region[min(unit.uses)] or self.intervals - 1
         present = self._over_time(uses, size, link, seconds, one=self.smallest[unit.name], lasting=lasting, handed=handed)
         for column in present.values():
             if not unit.is_gathered:
                 self.rows.add({at_home: 1.0, column: -1.0}, 0.0)
 
     def _is_handed(self, unit: Unit) -> bool:
-        """Say whether updates beside the step's regions may hand a shard to its first use: then no drive has to bring it."""
-        pieces = self.problem.pieces_of[unit.name]
-        return bool(pieces) and all(piece.deferrable for piece in pieces)
+        """Say whether an update beside the step's regions may hand a part of a shard to its first use."""
+        return any(piece.deferrable for piece in self.problem.pieces_of[unit.name])
 
     def _over_time(
         self,
@@ -185,19 +186,13 @@ class _Programme(UpdatesProgramme):
             self.rows.add(terms, 0.0)
         return present
 
-    def _pass_once(self, unit: Unit, homes: dict[Tier, int], count: int) -> None:
-        """A shard that does not live on the device passes each link on its way at least once a step, unless it is handed over."""
+    def _pass_once(self, unit: Unit, homes: dict[Tier, int], count: int, *, near: int) -> None:
+        """A shard passes each link from its home to tier number `near` at least once a step, unless it is handed over there."""
         tiers, handed = self.problem.tiers, self._is_handed(unit)
-        for place, tier in enumerate(tiers[1:], 1):
-            for link in self.problem.hops(tier, tiers[0]):
+        for tier in tiers[near + 1 :]:
+            for link in self.problem.hops(tier, tiers[near]):
                 if not (handed and link.source is not None and not link.source.in_memory):
-                    self.total[link.name][homes[tiers[place]]] += seconds_of(link, unit.stored_bytes, count)
-
-    def _pass_far(self, stored: float, homes: dict[Tier, int], count: int) -> None:
-        tiers = self.problem.tiers
-        for tier in tiers[2:]:
-            for link in self.problem.hops(tier, tiers[1]):
-                self.total[link.name][homes[tier]] += seconds_of(link, stored, count)
+                    self.total[link.name][homes[tier]] += seconds_of(link, unit.stored_bytes, count)
 
     def _add_saved(self) -> None:
         problem = self.problem

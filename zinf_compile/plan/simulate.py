@@ -158,10 +158,9 @@ def run(tasks: Sequence[Task]) -> Times:
 
 def _to_move(fetch: Task, end: Sequence[float]) -> tuple[list[int], int]:
     """Return the writes behind which a fetch reads what no update hands to it any more, and the bytes of that."""
-    late = [each for each in fetch.handed if not math.isnan(end[each.update])]
-    if len(late) == len(fetch.handed):
-        return [each.written for each in late], fetch.bytes
-    return [each.written for each in late], round(fetch.bytes * math.fsum(each.part for each in late))
+    late = [each.written for each in fetch.handed if not math.isnan(end[each.update])]
+    handed = math.fsum(each.part for each in fetch.handed if math.isnan(end[each.update]))
+    return late, round(fetch.bytes * (1.0 - min(handed, 1.0)))
 
 
 class _Running:

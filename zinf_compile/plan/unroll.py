@@ -57,7 +57,7 @@ class Unrolled:
     """The tasks of a plan that is repeated `steps` times, beginning with nothing fetched ahead.
 
     Of a fetch that updates may hand a shard to, `after` has the updates: whether it is also behind their writes is seen when it
-    is issued.
+    is issued. What the device updates between regions is handed to no fetch that was issued before, and counts as read.
     """
 
     def __init__(self, problem: StepProblem, plan: Plan, steps: int) -> None:
@@ -86,7 +86,7 @@ class Unrolled:
             self._boundary(boundary)
 
     def graph(self) -> nx.DiGraph:
-        """Return the tasks as a graph: nodes are numbers with name, lane, step and seconds; edges lead to who waits."""
+        """Return the tasks as a graph: nodes are numbers with name, lane, step and seconds; edges lead from `after`."""
         found: nx.DiGraph = nx.DiGraph()
         for number, task in enumerate(self.tasks):
             found.add_node(number, name=task.name, lane=task.lane, step=task.step, seconds=task.seconds, bytes=task.bytes)
@@ -235,24 +235,25 @@ class Unrolled:
     def _run_update(self, step: int, update: Update, traffic: UpdateTraffic, after: list[int], chain: list[int]) -> None:
         problem, piece = self._problem, self._problem.piece[update.piece]
         lane = COMPUTE if traffic.takes_compute else UPDATE
-        number = last = valued = known = self._add(Task(f"update {piece.name}", lane, step, traffic.seconds), after)
+        number = self._add(Task(f"update {piece.name}", lane, step, traffic.seconds), after)
+        last = in_memory = written = number  # where compute reads values of a drive, a fetch has waited for them
         for link, moved in traffic.writes:
             last = self._transfer(f"write {piece.name}", link, moved, step, [last])
             if link in traffic.values_written:
-                valued = last
-                known = last if link.destination is not None and link.destination.in_memory else known
+                written = last
+                in_memory = last if link.destination is not None and link.destination.in_memory else in_memory
         chain.append(last)
         at = step * problem.count
-        self._new_values[at + update.due].append(known)
+        self._new_values[at + update.due].append(in_memory)
         self._new_values[at + self._plan.local.updates_done].append(last)
         for name in piece.units:
             table = self._valued[name]
             if table and self.tasks[table[0].update].step != step:
                 table.clear()
-            table.append(Handed(number, valued, _part(problem.pieces_of[name], piece)))
+            table.append(Handed(number, written, _part(problem.pieces_of[name], piece)))
 
 
 def _part(pieces: Sequence[StatePiece], piece: StatePiece) -> float:
-    """Return the part of a unit's shard that one of its pieces updates."""
+    """Return the part of a unit's shard that one of its pieces updates; a piece of several units has equal parts of all."""
     total = sum(each.value_bytes / len(each.units) for each in pieces)
     return piece.value_bytes / len(piece.units) / total if total else 0.0

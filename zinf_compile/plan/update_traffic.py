@@ -22,7 +22,7 @@ class UpdateTraffic:
     buffers: dict[Tier, int]
     """Bytes on each tier in memory that passes through or is worked on there and lives elsewhere."""
     seconds: float
-    """Of the update itself."""
+    """Of the update itself, by the device or by the host, whoever computes it."""
     values_written: tuple[Link, ...]
     """The links that new values pass on their way home."""
     takes_compute: bool
@@ -65,13 +65,14 @@ def _make(problem: StepProblem, piece: StatePiece, state: Tier, value: Tier, gra
                     buffers[tier] += held
     order = problem.tiers.index
     buffers = {tier: count for tier, count in buffers.items() if count}
+    takes_compute = on == problem.device and not (on == problem.host and buffers)
     return UpdateTraffic(
         reads=tuple(sorted(reads.values(), key=lambda row: _distance(problem, on, row[0].source), reverse=True)),
         writes=tuple(sorted(writes.values(), key=lambda row: abs(order(row[0].source) - order(on)) if row[0].source else 0)),
         buffers=buffers,
-        seconds=piece.device_seconds if on == problem.device else piece.host_seconds,
+        seconds=piece.device_seconds if takes_compute else piece.host_seconds,
         values_written=problem.hops(on, value) if piece.value_bytes else (),
-        takes_compute=on == problem.device and not (on == problem.host and buffers),
+        takes_compute=takes_compute,
     )
 
 

@@ -20,7 +20,7 @@ def test_a_rate_is_that_of_the_time_in_which_the_link_was_busy() -> None:
     small = [(20.0, 20.0002, 10), (21.0, 21.0004, 10)]
     again = link_cost([*transfers, *small], LINK)
     assert again is not None
-    assert again.latency_seconds == pytest.approx(0.0003)
+    assert again.latency_seconds == pytest.approx(0.0003 - 10 / again.bytes_per_second)
     assert link_cost(small, LINK) is None, "too little to tell"
 
 
@@ -32,14 +32,16 @@ def test_small_transfers_cost_what_they_add_to_the_time_of_the_others() -> None:
     assert cost.latency_seconds == pytest.approx(0.0, abs=1e-9), "as long as the link was busy anyway"
     cost = link_cost([*large, *beside, (2e-2, 2.3e-2, 10)], LINK)
     assert cost is not None
-    assert cost.latency_seconds == pytest.approx(1e-3)
+    assert cost.latency_seconds == pytest.approx(1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize("latency", [0.0, 1e-4, 5e-3])
-def test_what_a_link_moved_takes_at_its_cost_as_long_as_it_took(latency: float) -> None:
+@pytest.mark.parametrize("small", [100, LARGE_BYTES - 1])
+@pytest.mark.parametrize("often", [2, 10, 21])
+def test_what_a_link_moved_takes_at_its_cost_as_long_as_it_took(latency: float, small: int, often: int) -> None:
     transfers, now = [], 0.0
-    for number in range(40):
-        count = LARGE_BYTES * (1 + number % 3) if number % 2 else 100
+    for number in range(42):
+        count = LARGE_BYTES * (1 + number % 3) if number % often else small
         seconds = latency + count / 1e9
         transfers.append((now, now + seconds, count))
         now += seconds
@@ -50,6 +52,7 @@ def test_what_a_link_moved_takes_at_its_cost_as_long_as_it_took(latency: float) 
     assert large == pytest.approx(sum(end - start for start, end, count in transfers if count >= LARGE_BYTES))
     if latency < MOST_LATENCY:
         assert sum(measured.seconds(count) for _, _, count in transfers) == pytest.approx(now, rel=1e-3)
+        assert (cost.bytes_per_second, cost.latency_seconds) == pytest.approx((1e9, latency), rel=1e-3, abs=1e-9)
 
 
 def test_problems_take_what_was_measured_and_keep_the_rest() -> None:

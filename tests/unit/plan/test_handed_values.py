@@ -24,8 +24,13 @@ FORWARD, BACKWARD = 2, 5
 """Regions that use the unit; there are six, of 1 s each."""
 
 
-def problem_of(*, rate: float, pieces: int = 1, deferrable: bool = True) -> StepProblem:
-    """Return one unit of 10 bytes on a drive, as all its states are, which some equal pieces update."""
+def problem_of(
+    *, rate: float, pieces: int = 1, deferrable: bool = True, at_step: int = 0, host_seconds: float = 0.1, first: int = FORWARD
+) -> StepProblem:
+    """Return one unit of 10 bytes on a drive, as all its states are, which some equal pieces update.
+
+    `at_step`: so many of them cannot be updated beside the next step. `first`: the forward's region that uses the unit.
+    """
     states = tuple(
         StatePiece(
             name=f"s{number}",
@@ -36,13 +41,13 @@ def problem_of(*, rate: float, pieces: int = 1, deferrable: bool = True) -> Step
             value_bytes=SIZE // pieces,
             value_read_bytes=SIZE // pieces,
             gradient_bytes=SIZE // pieces,
-            host_seconds=0.1,
+            host_seconds=host_seconds,
             device_seconds=0.1,
-            deferrable=deferrable,
+            deferrable=deferrable and number >= at_step,
         )
         for number in range(pieces)
     )
-    unit = Unit(name="u", stored_bytes=SIZE, uses=(FORWARD, BACKWARD), trained=True, gradients=(BACKWARD,), gradient_bytes=SIZE)
+    unit = Unit(name="u", stored_bytes=SIZE, uses=(first, BACKWARD), trained=True, gradients=(BACKWARD,), gradient_bytes=SIZE)
     return StepProblem(
         regions=tuple(Region(name=f"r{number}", seconds=1.0) for number in range(6)),
         units=(unit,),
@@ -57,8 +62,9 @@ def plan_of(problem: StepProblem, *, start: int) -> Plan:
     """Return the plan that fetches the unit for the forward from boundary `start` on, and updates it beside the forward."""
     homes = Homes(params={"u": NVME}, grads={"u": NVME}, states={piece.name: NVME for piece in problem.pieces})
     plan = build(problem, homes, (), planner="test", updates=deferred(problem, homes), done=2 * problem.count)
+    first, last = problem.units[0].uses
     fetches = tuple(
-        Fetch(Kind.PARAM, "u", NVME, DEVICE, begin, use, use + 1) for begin, use in ((start, FORWARD), (BACKWARD - 1, BACKWARD))
+        Fetch(Kind.PARAM, "u", NVME, DEVICE, begin, use, use + 1) for begin, use in ((start, first), (last - 1, last))
     )
     plan = dataclasses.replace(plan, local=dataclasses.replace(plan.local, fetches=fetches))
     assert not verify(problem, plan)
@@ -117,3 +123,29 @@ def test_an_update_that_ends_with_the_step_hands_nothing_over() -> None:
     assert fetched(simulate(problem, plan_of(problem, start=0))) == [SIZE, SIZE]
     both = lower_bound(problem).seconds
     assert both > lower_bound(problem_of(rate=1.0)).seconds + 0.9 * SIZE
+
+
+def test_a_part_that_is_updated_at_the_step_is_read() -> None:
+    problem = problem_of(rate=1.0, pieces=5, at_step=2)
+    timeline = simulate(problem, plan_of(problem, start=0))
+    assert fetched(timeline) == [2 * SIZE // 5, SIZE]
+    assert lower_bound(problem).seconds <= timeline.seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("host_seconds", [0.0, 0.1, 10.0])
+def test_a_thread_takes_the_hosts_time(host_seconds: float) -> None:
+    problem = problem_of(rate=20.0, host_seconds=host_seconds)
+    timeline = simulate(problem, plan_of(problem, start=0))
+    assert timeline.busy("update") == pytest.approx(host_seconds)
+    assert lower_bound(problem).seconds <= timeline.seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("rate", [0.5, 1.0, 4.0])
+def test_fewer_moments_only_lower_the_bound(first: int, rate: float) -> None:
+    problem = problem_of(rate=rate, first=first)
+    seconds = simulate(problem, plan_of(problem, start=0)).seconds
+    fine = lower_bound(problem).seconds
+    assert fine <= seconds * (1 + 1e-6)
+    for cells in (1, 8):
+        assert lower_bound(problem, cells=cells).seconds <= fine * (1 + 1e-6)

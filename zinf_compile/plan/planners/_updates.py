@@ -16,7 +16,8 @@ from zinf_compile.plan.update_traffic import UpdateTraffic, update_traffic
 from ._build import update_tier
 
 WINDOW = 3
-"""Regions before its use in which a piece's transfers start, where they share a link with what the regions fetch."""
+"""Regions before its use in which the transfers of a piece start that the device updates, where they share a link with what the
+regions fetch. A thread of the host begins with the step, as far as there are buffers."""
 
 
 def deferred(problem: StepProblem, homes: Homes, *, buffers: int = CHUNK_BUFFERS) -> tuple[Update, ...]:
