@@ -192,6 +192,8 @@ def _allowed(facts: StepFacts, units: Sequence[Unit]) -> Allowed:
 
 
 def _pieces(units: Sequence[Unit], members: dict[str, tuple[ParameterSlot, ...]], facts: StepFacts) -> Iterator[StatePiece]:
+    apart = sum(memory.tier.in_memory for memory in facts.memories) > 1
+    device_rate = facts.device_update_bytes_per_second if apart else facts.host_update_bytes_per_second  # one processor
     for unit in units:
         if not unit.gradients:
             continue
@@ -214,7 +216,7 @@ def _pieces(units: Sequence[Unit], members: dict[str, tuple[ParameterSlot, ...]]
                 value_read_bytes=read,
                 gradient_bytes=gradient,
                 host_seconds=passed / facts.host_update_bytes_per_second,
-                device_seconds=passed / facts.device_update_bytes_per_second,
+                device_seconds=passed / device_rate,
                 structure=unit.structure,
             )
 

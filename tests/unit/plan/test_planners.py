@@ -75,6 +75,17 @@ def test_a_larger_budget_is_never_slower(problem: StepProblem) -> None:
         before = seconds
 
 
+@pytest.mark.parametrize("blocks", [3, 4, 5])
+def test_states_that_fit_into_memory_are_there_where_the_device_is_the_host(blocks: int) -> None:
+    """Although a thread updates what comes from a drive beside compute."""
+    found = []
+    for share in (0.3, 0.6, 0.8):
+        problem = training(1000, blocks, tiers=1, device=share)
+        found.append(step_seconds(problem, cached_prefetch(problem)))
+        assert found[-1] <= 1.02 * lower_bound(problem).seconds
+    assert found == sorted(found, reverse=True)
+
+
 @pytest.mark.parametrize("name", ["cached_prefetch", "largest_first"])
 def test_what_fits_stays_and_nothing_moves(name: str) -> None:
     problem = read_only(1, 8, 1.0)
