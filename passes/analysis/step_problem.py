@@ -193,7 +193,7 @@ def _allowed(facts: StepFacts, units: Sequence[Unit]) -> Allowed:
 
 def _pieces(units: Sequence[Unit], members: dict[str, tuple[ParameterSlot, ...]], facts: StepFacts) -> Iterator[StatePiece]:
     apart = sum(memory.tier.in_memory for memory in facts.memories) > 1
-    device_rate = facts.device_update_bytes_per_second if apart else facts.host_update_bytes_per_second  # one processor
+    host_rate = facts.host_update_bytes_per_second if apart else facts.device_update_bytes_per_second  # one processor
     for unit in units:
         if not unit.gradients:
             continue
@@ -215,8 +215,8 @@ def _pieces(units: Sequence[Unit], members: dict[str, tuple[ParameterSlot, ...]]
                 value_bytes=values,
                 value_read_bytes=read,
                 gradient_bytes=gradient,
-                host_seconds=passed / facts.host_update_bytes_per_second,
-                device_seconds=passed / device_rate,
+                host_seconds=passed / host_rate,
+                device_seconds=passed / facts.device_update_bytes_per_second,
                 structure=unit.structure,
             )
 
