@@ -242,3 +242,14 @@ class ProblemParts:
             for name in piece.units:
                 found[name].append(piece)
         return {name: tuple(pieces) for name, pieces in found.items()}
+
+    @functools.cached_property
+    def updated_part(self) -> dict[tuple[str, str], float]:
+        """Return by (unit, piece) the part of a shard that a piece updates; one of several units has equal parts of all."""
+        found: dict[tuple[str, str], float] = {}
+        for name, pieces in self.pieces_of.items():
+            sizes = [piece.value_bytes / len(piece.units) for piece in pieces]
+            total = sum(sizes)
+            for piece, size in zip(pieces, sizes, strict=True):
+                found[name, piece.name] = size / total if total else 0.0
+        return found

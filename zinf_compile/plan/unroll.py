@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import networkx as nx
 
@@ -18,7 +18,7 @@ from zinf_compile.ir.tiers import Tier
 from .occupancy import bytes_of
 from .plan import Fetch, Gather, Kind, Plan, Reduction, Store, Update
 from .problem import StepProblem
-from .problem_parts import Link, StatePiece
+from .problem_parts import Link
 from .update_traffic import UpdateTraffic, update_traffic
 
 COMPUTE, UPDATE = "compute", "update"
@@ -250,10 +250,4 @@ class Unrolled:
             table = self._valued[name]
             if table and self.tasks[table[0].update].step != step:
                 table.clear()
-            table.append(Handed(number, written, _part(problem.pieces_of[name], piece)))
-
-
-def _part(pieces: Sequence[StatePiece], piece: StatePiece) -> float:
-    """Return the part of a unit's shard that one of its pieces updates; a piece of several units has equal parts of all."""
-    total = sum(each.value_bytes / len(each.units) for each in pieces)
-    return piece.value_bytes / len(piece.units) / total if total else 0.0
+            table.append(Handed(number, written, problem.updated_part[name, piece.name]))
