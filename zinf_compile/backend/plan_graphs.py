@@ -21,6 +21,7 @@ from zinf_compile.passes.analysis.memory_needs import ahead_key
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import step_problem, structure_of, unit_members
+from zinf_compile.plan.collector import rare_collections
 from zinf_compile.plan.costs import Costs
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Plan
@@ -132,7 +133,8 @@ class GraphPlanner:
         """Return the planner's plan for a problem."""
         planner = PLANNERS[self._given] if isinstance(self._given, str) else self._given
         assert planner is not None, "there is a planner"
-        plan = planner(problem)
+        with rare_collections():
+            plan = planner(problem)
         if not isinstance(plan, Plan):
             raise PlanError(f"planner {self._name!r} returned a {type(plan).__name__}; accepted: a Plan")
         return plan

@@ -5,6 +5,7 @@ acted — The plan of a step whose graphs are each planned by themselves.
 as_json — Frozen dataclasses as JSON and back, checked field by field.
 bound_programme — The linear programme behind `lower_bound`: intervals, rows, and what links can move in them.
 bound_updates — Its rows for updates: what passes to pieces of states, until when, and in what room.
+collector — Python's collector of cycles, seldom run while a plan is made.
 compared_page — A step as it ran over the step as it was planned, on one page.
 compute_memory — Memory of compute, as the plan counts it beside parameters: saved activations, and temporaries.
 costs — What regions, links and updates cost, as measured.
