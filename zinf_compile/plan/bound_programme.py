@@ -44,16 +44,21 @@ class Programme:
         self.checked = self._choose(cells)
         self.intervals = 2 * len(self.checked)
         self.constant = problem.compute_seconds
+        self.unit = self.constant or 1.0
+        """Seconds in which pauses are counted, so that the solver is as precise where steps take microseconds."""
         self.length: list[dict[int, float]] = [{} for _ in range(self.intervals)]
         self.fixed = [0.0] * self.intervals
         self.of_region = self._intervals_of_regions()
         for interval in range(0, self.intervals, 2):
             pause = self.variable()
-            self.length[interval][pause] = self.seconds[pause] = 1.0
+            self.length[interval][pause] = self.seconds[pause] = self.unit
         self.used_room: list[dict[int, float]] = [defaultdict(float) for _ in range(self.intervals)]
+        self.lasting_room: list[dict[int, float]] = [defaultdict(float) for _ in range(self.intervals)]
+        """What is on the device from an interval on until the step ends."""
         self.taken = [0.0] * self.intervals
         self.standing: dict[Tier, dict[int, float]] = {tier: defaultdict(float) for tier in problem.tiers}
         self.buffers: list[dict[int, float]] = []
+        """Bytes of the host of which only the largest count, beside what stands there."""
         self.windows: dict[str, list[tuple[int, dict[int, float], float]]] = defaultdict(list)
         """By lane: the interval until which something has to have passed, which begins with interval 0, its terms and seconds."""
         self.on_link: dict[str, list[dict[int, float]]] = {
@@ -102,18 +107,22 @@ class Programme:
 
     def add_limits(self) -> None:
         problem = self.problem
-        room = problem.room(problem.device)
-        for interval in range(self.intervals):
-            if np.isfinite(room):
-                self.rows.add(dict(self.used_room[interval]), room - self.taken[interval])
+        if np.isfinite(room := problem.room(problem.device)):
+            lasting: dict[int, float] = {}
+            for interval, added in enumerate(self.lasting_room):
+                if added:
+                    here = self.variable()
+                    self.rows.add({here: -1.0, **lasting, **added}, 0.0)
+                    lasting = {here: 1.0}
+                self.rows.add({**self.used_room[interval], **lasting}, room - self.taken[interval])
         for tier, held in self.standing.items():
             if np.isfinite(problem.room(tier)):
                 self.rows.add(dict(held), problem.room(tier))
-        for buffer in self.buffers if np.isfinite(problem.room(problem.host)) else ():
-            terms = defaultdict(float, self.standing[problem.host])
-            for column, size in buffer.items():
-                terms[column] += size
-            self.rows.add(dict(terms), problem.room(problem.host))
+        if self.buffers and np.isfinite(problem.room(problem.host)):
+            largest = self.variable()
+            for buffer in self.buffers:
+                self.rows.add({**buffer, largest: -1.0}, 0.0)
+            self.rows.add({**self.standing[problem.host], largest: 1.0}, problem.room(problem.host))
         for passing in self.windows.values():
             self._limit_windows(passing)
         lanes: dict[str, list[str]] = defaultdict(list)

@@ -32,8 +32,7 @@ class UpdatesProgramme(Programme):
         for piece in problem.pieces:
             held = dict.fromkeys(problem.tiers, float(piece.state_bytes))
             homes = self.home(f"states {piece.name}", problem.allowed.states, held)
-            for interval in range(self.intervals):
-                self.used_room[interval][homes[device]] += piece.state_bytes
+            self.lasting_room[0][homes[device]] += piece.state_bytes
             self._add_update(piece, homes)
         at_once = any(self._window(piece) == 0 for piece in problem.pieces)
         links = {link.name: link for link in problem.links}

@@ -30,6 +30,12 @@ from .problem_parts import KEEP, RECOMPUTE, Link, SavedValue, Unit
 CELLS = 60_000
 """Values over time in a programme; larger problems are checked at fewer regions, which can only lower the bound."""
 
+IDLE = 1e-4
+"""What a second of a link costs beside one of the step, where links are to be idle if they can."""
+
+BUSY_CELLS = 15_000
+"""As `CELLS`, for a solution in which links are idle if they can: that takes several times as long to find."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
@@ -37,7 +43,7 @@ class Bound:
 
     seconds: float
     busy: dict[str, float]
-    """Share of the step for which each link is busy in the solution; `compute` too."""
+    """Share of the step for which each lane is busy in the solution; `compute` too. Links of one lane take turns."""
 
     @property
     def by(self) -> str:
@@ -45,14 +51,21 @@ class Bound:
         return max(self.busy, key=lambda name: self.busy[name])
 
 
-def lower_bound(problem: StepProblem, *, cells: int = CELLS) -> Bound:
-    """Return seconds that no plan's step can be shorter than; raise `BudgetError` where no plan fits."""
-    return _Programme(problem, cells).solve()
+def lower_bound(problem: StepProblem, *, cells: int = CELLS, idle_links: bool = False) -> Bound:
+    """Return seconds that no plan's step can be shorter than; raise `BudgetError` where none fits.
+
+    `idle_links`: `busy` is that of a second solution at fewer moments, in which links move little that they need not. Without it
+    they may.
+    """
+    bound = _Programme(problem, cells).solve(idle=0.0)
+    if not idle_links:
+        return bound
+    return Bound(bound.seconds, _Programme(problem, min(cells, BUSY_CELLS)).solve(idle=IDLE).busy)
 
 
 class _Programme(UpdatesProgramme):
-    def solve(self) -> Bound:
-        """Write all rows, and return the solution."""
+    def solve(self, *, idle: float) -> Bound:
+        """Write all rows, and return the solution where a second of a link costs `idle` beside one of the step."""
         for place, region in enumerate(self.checked):
             for interval in (2 * place, 2 * place + 1):
                 self.taken[interval] += self.problem.regions[region].workspace_bytes
@@ -66,21 +79,48 @@ class _Programme(UpdatesProgramme):
         costs = np.zeros(len(self.upper))
         for column, value in self.seconds.items():
             costs[column] = value
+        flows = self._flows()
+        for table in flows.values() if idle else ():
+            for column, value in table.items():
+                costs[column] += idle * value
+        solution = self._minimize(costs)
+        seconds = self.constant + float(sum(value * solution[column] for column, value in self.seconds.items()))
+        if not seconds:
+            return Bound(0.0, {"compute": 0.0})
+        busy = defaultdict(float, {"compute": self._compute(solution) / seconds})
+        lanes = {link.name: link.on_lane for link in self.problem.links}
+        for name, table in flows.items():
+            moved = self.least[name] + sum(value * solution[column] for column, value in table.items())
+            busy[lanes.get(name, name)] += float(moved) / seconds
+        return Bound(seconds, dict(busy))
+
+    def _minimize(self, costs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the variables at which the costs are least."""
         rows = self.rows
-        matrix = coo_array((rows.value, (rows.row, rows.column)), shape=(len(rows.limit), len(costs))).tocsr()
-        bounds = np.array([(0.0, upper) for upper in self.upper])
-        found = linprog(costs, A_ub=matrix, b_ub=np.array(rows.limit), bounds=bounds, method="highs")
+        matrix = coo_array((rows.value, (rows.row, rows.column)), shape=(len(rows.limit), len(self.upper))).tocsr()
+        size = abs(matrix).max(axis=1).toarray().ravel()
+        size[size == 0] = 1.0  # rows in seconds and rows in bytes are held to the same precision
+        found = linprog(
+            costs / self.unit,
+            A_ub=matrix.multiply(1 / size[:, None]).tocsr(),
+            b_ub=np.array(rows.limit) / size,
+            bounds=np.array([(0.0, upper) for upper in self.upper]),
+            method="highs",
+        )
         if found.status == 2:
             raise BudgetError("no plan fits into the budgets, however things are cut; raise them")
         if found.status != 0:
             raise PlanError(f"HiGHS found no bound: {found.message}")
-        seconds = self.constant + float(found.fun)
-        busy = {"compute": self._compute(found.x) / seconds} if seconds else {"compute": 0.0}
-        for name, table in self.total.items():
-            moved = sum(value * found.x[column] for column, value in table.items())
-            moved += sum(value * found.x[column] for each in self.on_link[name] for column, value in each.items())
-            busy[name] = float(moved + self.least[name]) / seconds if seconds else 0.0
-        return Bound(seconds, busy)
+        solution: npt.NDArray[np.float64] = found.x
+        return solution
+
+    def _flows(self) -> dict[str, dict[int, float]]:
+        """Return by link the seconds that it is busy for each variable."""
+        found = {name: dict(table) for name, table in self.total.items()}
+        for name, intervals in self.on_link.items():
+            for column, value in (item for each in intervals for item in each.items()):
+                found[name][column] = found[name].get(column, 0.0) + value
+        return found
 
     def _compute(self, solution: npt.NDArray[np.float64]) -> float:
         pauses = {column for interval in range(0, self.intervals, 2) for column in self.length[interval]}
@@ -115,8 +155,7 @@ class _Programme(UpdatesProgramme):
         at_home = homes[device]
         size = unit.full_bytes if unit.is_gathered else unit.stored_bytes
         if unit.is_gathered:
-            for interval in range(self.intervals):
-                self.used_room[interval][at_home] += unit.stored_bytes
+            self.lasting_room[0][at_home] += unit.stored_bytes
             link = problem.link(None, device) if problem.world_size > 1 else None
             self._pass_once(unit, homes, count, near=0)
         else:
@@ -256,12 +295,13 @@ class _Programme(UpdatesProgramme):
                 self.least[link.name] += link.seconds(unit.reduced_bytes)
             held = dict.fromkeys(problem.tiers, float(unit.gradient_bytes))
             homes = self.home(f"grad {unit.name}", problem.allowed.grads, held)
-            made = {self.of_region[region] for region in unit.gradients}
-            for interval in range(min(made), self.intervals):
-                if interval in made and interval % 2:
+            made = {self.of_region[region] for region in unit.gradients} - {0}  # 0: behind the last moment
+            for interval in made:
+                if interval % 2:
                     self.taken[interval] += unit.full_gradient_bytes
-                if interval > min(made) or interval % 2:
-                    self.used_room[interval][homes[device]] += unit.gradient_bytes
+            if made:
+                first = min(made)
+                self.lasting_room[first if first % 2 else first + 1][homes[device]] += unit.gradient_bytes
             for tier in problem.tiers[1:]:
                 for link in problem.hops(device, tier):
                     seconds = link.seconds(unit.gradient_bytes)

@@ -1,0 +1,87 @@
+"""The linear programme below all plans: fewer checked moments, steps of microseconds, and what its links do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import training
+
+from zinf_compile.plan.lower_bound import lower_bound
+from zinf_compile.plan.problem import StepProblem
+
+ROUNDING = 1e-9
+
+
+def faster(problem: StepProblem, times: float) -> StepProblem:
+    """Return the problem with everything so many times as fast."""
+    return dataclasses.replace(
+        problem,
+        regions=tuple(dataclasses.replace(region, seconds=region.seconds / times) for region in problem.regions),
+        links=tuple(
+            dataclasses.replace(
+                link,
+                bytes_per_second=link.bytes_per_second * times,
+                latency_seconds=link.latency_seconds / times,
+                beside=tuple(dataclasses.replace(b, bytes_per_second=b.bytes_per_second * times) for b in link.beside),
+            )
+            for link in problem.links
+        ),
+        pieces=tuple(
+            dataclasses.replace(p, host_seconds=p.host_seconds / times, device_seconds=p.device_seconds / times)
+            for p in problem.pieces
+        ),
+    )
+
+
+slow_problems = st.builds(
+    training,
+    seed=st.integers(0, 1000),
+    blocks=st.integers(3, 6),
+    tiers=st.sampled_from((1, 2, 3)),
+    world=st.sampled_from((1, 4)),
+    device=st.sampled_from((0.0, 0.1, 0.3)),
+    speed=st.sampled_from((0.03, 0.2, 1.0)),
+)
+
+
+@settings(max_examples=40)
+@given(problem=slow_problems)
+def test_fewer_moments_only_lower_the_bound(problem: StepProblem) -> None:
+    """Gradients that are made behind the last moment are at none of them."""
+    assert lower_bound(problem, cells=8).seconds <= lower_bound(problem).seconds * (1 + ROUNDING)
+
+
+@settings(max_examples=20)
+@given(problem=slow_problems)
+def test_microseconds_are_bounded_as_seconds_are(problem: StepProblem) -> None:
+    slow, fast = lower_bound(problem), lower_bound(faster(problem, 1e6))
+    assert fast.seconds * 1e6 == pytest.approx(slow.seconds, rel=1e-6)
+    assert max(fast.busy.values()) <= 1 + 1e-6
+
+
+def test_links_of_one_lane_set_the_bound_together() -> None:
+    """Gathers and reductions take turns: each has half of the time, and another link more than either."""
+    bound = lower_bound(training(2, 6, world=4, tiers=2, device=10.0, speed=0.03), idle_links=True)
+    assert bound.by == "ranks"
+    assert bound.busy["ranks"] == pytest.approx(1.0)
+    assert not {"gather", "reduce"} & set(bound.busy)
+
+
+@settings(max_examples=20)
+@given(problem=slow_problems)
+def test_links_move_no_more_than_they_have_to_where_that_is_asked(problem: StepProblem) -> None:
+    any_of_them, idle = lower_bound(problem), lower_bound(problem, idle_links=True)
+    assert idle.seconds == any_of_them.seconds
+    moved, least = (sum(busy for name, busy in bound.busy.items() if name != "compute") for bound in (any_of_them, idle))
+    assert least <= moved + 0.01  # of the step: the solver's precision, times what a second of a link costs
+
+
+def test_what_all_fits_moves_nothing_where_that_is_asked() -> None:
+    problem = training(1, 4, tiers=2, device=10.0)
+    free = tuple(dataclasses.replace(piece, device_seconds=0.0) for piece in problem.pieces)
+    bound = lower_bound(dataclasses.replace(problem, pieces=free), idle_links=True)
+    assert bound.by == "compute"
+    assert max(bound.busy[name] for name in ("host to device", "device to host")) < 1e-6
