@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from drawn_page import Page
+from torch import nn
 
 from zinf_compile.cli.main import main
+from zinf_compile.cli.models import DEEP, TARGETS, Deep, Example
 from zinf_compile.plan.plan import Plan, Shared
 from zinf_compile.plan.planners import PLANNERS
 from zinf_compile.plan.planners.just_in_time import just_in_time
@@ -51,11 +55,74 @@ def test_several_budgets_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_text_and_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--device-memory", "1GiB", "--explain"]) == 0
     text = capsys.readouterr().out
-    assert "by gather" in text
+    assert "by ranks" in text
     assert "tokens/s on all ranks" in text
     numel = 2 * 512 * 2048
     assert f"{numel * (4 + 4 + 8) / 2 / 1e9:,.1f} GB" in text
     assert "model states, ZeRO-3" in text
+
+
+class Deeper(nn.Module):
+    """So many linear layers with an activation, between two others; `forward(x)` returns the loss."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 32)
+        self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.last(x).square().mean()
+
+
+def deep(layers: int = 9) -> Example:
+    return Deeper(layers), (torch.zeros(8, 64),)
+
+
+def test_copied_blocks_give_the_plan_of_traced_ones(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(TARGETS, "deep", deep)
+    monkeypatch.setitem(TARGETS, "shallow", lambda: deep(6))
+    budgets = ["--machine", "h100", "--world", "4", "--device-memory", "1MiB", "--options", '{"bucket": "64KiB"}']
+
+    def planned(*arguments: str) -> dict[str, Any]:
+        assert main(["plan", *arguments, *budgets, "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    traced = planned("deep")
+    assert traced["blocks"] is None
+    copied = planned("shallow", "--blocks", "layers=9")
+    monkeypatch.setitem(DEEP, "deep", Deep(deep, "layers", 9))
+    by_itself = planned("deep")
+    assert by_itself["blocks"] == copied["blocks"] == {"name": "layers", "count": 9, "traced": 6}
+    for key in ("step", "bound", "busy", "peak", "tokens_per_second"):
+        assert copied["budgets"][0][key] == pytest.approx(traced["budgets"][0][key], rel=1e-9), key
+        assert by_itself["budgets"][0][key] == copied["budgets"][0][key], key
+    assert planned("deep", "--micro-batches", "2")["blocks"] is None
+    assert main(["plan", "deep", *budgets]) == 0
+    assert "6 of 9 blocks of layers traced; the others are planned as copies of the middle one" in capsys.readouterr().out
+
+
+def test_blocks_that_differ_by_their_options_are_all_traced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Small parameters of several blocks are in one unit: these have no period that the traced ones show."""
+    monkeypatch.setitem(TARGETS, "deep", deep)
+    monkeypatch.setitem(DEEP, "deep", Deep(deep, "layers", 9))
+    command = ["plan", "deep", "--machine", "h100", "--world", "4", "--options", '{"bucket": "8MiB"}']
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["blocks"] is None
+    assert main([*command, "--blocks", "layers=9"]) == 2
+    assert "blocks in the middle differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["layers", "layers=0", "=3", "layers=x"])
+def test_what_is_no_number_of_blocks_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*COMMAND, "--blocks", text])
+    assert f"'{text}' is no number of blocks; accepted: LIST=N, such as layers=126" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

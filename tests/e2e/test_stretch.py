@@ -40,11 +40,35 @@ def contents(problem: StepProblem) -> dict[str, Any]:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_stretched_problem_is_that_of_the_deep_model(checkpointed: bool) -> None:
     few, many = llama(6, checkpointed=checkpointed), llama(9, checkpointed=checkpointed)
-    found, expected = contents(stretch(few, "layers", 3)), contents(many)
+    found, expected = contents(stretch(few, "layers", 9)), contents(many)
     for what, rows in expected.items():
         assert found[what] == rows, what
 
 
-def test_what_has_no_period_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"blocks \[0, 1, 2\] are too few to see a period; accepted: 5 or more"):
-        stretch(llama(3, checkpointed=False), "layers", 3)
+@pytest.mark.parametrize(
+    ("layers", "blocks", "count", "message"),
+    [
+        (3, "layers", 6, r"blocks \[0, 1, 2\] are too few to see a period; accepted: 5 or more"),
+        (3, "blocks", 6, "no parameter is in a list 'blocks'; accepted: the name of a list of blocks, such as 'layers'"),
+        (3, "layers", 2, "the model has 3 blocks in layers, more than 2; accepted: 3 or more"),
+    ],
+)
+def test_what_cannot_be_stretched_is_refused(layers: int, blocks: str, count: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        stretch(llama(layers, checkpointed=False), blocks, count)
+
+
+@pytest.mark.parametrize("layers", [6, 7])
+def test_blocks_that_differ_are_not_copied(layers: int) -> None:
+    """Every other one has a wider part, as in models that alternate between two kinds of attention."""
+
+    def build() -> Example:
+        model = Llama(layers=layers, width=256, heads=4, kv_heads=2, hidden=512, vocabulary=999)
+        for block in model.layers[::2]:
+            block.gate, block.up, block.down = (torch.nn.Linear(*s, bias=False) for s in ((256, 640), (256, 640), (640, 256)))
+        tokens = torch.zeros(1, 64, dtype=torch.long)
+        return model, (tokens, tokens)
+
+    problem = step_problem(trace_step(build, options=OPTIONS, world_size=4, device="cuda"), facts(world_size=4, host=True))
+    with pytest.raises(PlanError, match="the blocks in the middle differ from each other; trace the whole model"):
+        stretch(problem, "layers", 9)

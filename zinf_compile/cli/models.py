@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -109,8 +110,8 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def _llama_70b() -> Example:
-    model = Llama(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, vocabulary=128256)
+def _llama_70b(layers: int = 80) -> Example:
+    model = Llama(layers=layers, width=8192, heads=64, kv_heads=8, hidden=28672, vocabulary=128256)
     tokens = torch.zeros(1, 2048, dtype=torch.long)
     return model, (tokens, tokens)
 
@@ -152,3 +153,18 @@ TARGETS: dict[str, Callable[[], Example]] = {
 }
 """Two linear layers; GPT-2 in 124M, 355M and 1.6B parameters on one sequence of 1024 tokens; Llama 3 in 70.6B on one of 2048, and
 in 405B, in 16 bits, on one of 8192 with each block checkpointed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Deep:
+    """A target of many blocks that are alike."""
+
+    build: Callable[[int], Example]
+    """Makes it with so many blocks."""
+    blocks: str
+    """The name of their list."""
+    count: int
+
+
+DEEP = {"llama-70b": Deep(_llama_70b, "layers", 80), "llama-405b": Deep(_llama_405b, "layers", 126)}
+"""Targets of which `zinf plan` traces few blocks."""

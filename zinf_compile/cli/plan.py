@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from zinf_compile.errors import BudgetError, OptionError
 from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.step_facts import StepFacts
-from zinf_compile.passes.analysis.step_problem import step_problem
+from zinf_compile.plan.collector import rare_collections
 from zinf_compile.plan.critical_path import CriticalPath, critical_path
 from zinf_compile.plan.lower_bound import Bound, lower_bound
 from zinf_compile.plan.on_paper import Place, compute_bound_at, least_budgets, life_days, place, written_bytes
@@ -33,10 +34,10 @@ from zinf_compile.plan.table import homes_table, summary_line
 from zinf_compile.plan.verify import check
 
 from .measure_machine import measure_machine
-from .models import TARGETS
+from .models import DEEP, TARGETS
 from .plan_explained import explained
-from .step_on_paper import traced_step
-from .trace import DumpError, load_target
+from .step_on_paper import Blocks, PaperStep, paper_step
+from .trace import DumpError
 
 HERE = "here"
 
@@ -57,6 +58,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--nvme", metavar="N", type=_drives, default=0, help="drives of a node, such as 4x (default: none)")
     parser.add_argument("--micro-batches", metavar="N", type=_count, default=1, help="in a step (default 1)")
     parser.add_argument("--planner", choices=list(PLANNERS), default="cached_prefetch", help="default: cached_prefetch")
+    parser.add_argument(
+        "--blocks",
+        metavar="LIST=N",
+        type=_blocks,
+        help="plan for N blocks in the model's list of this name, such as layers=126; those that the target lacks are copies of "
+        f"its middle one, and it needs 5. Default: as many as it has ({' and '.join(DEEP)} are planned so)",
+    )
     parser.add_argument("--options", metavar="JSON", default="{}", help="options of torch.compile, as JSON")
     parser.add_argument("--explain", action="store_true", help="print the formulas of ZeRO with the model's numbers")
     parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/cli/plan.py")
@@ -67,21 +75,31 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; `options.status` is 1 where not all budgets fit."""
+    with rare_collections():
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> str:
     began = time.monotonic()
     profile = measure_machine(options.machine) if options.machine == HERE else find_profile(options.machine)
     given = _options(options.options)
-    traced = traced_step(load_target(options.target), given, world=options.world, host_is_device=profile.host_is_device)
     host = options.host_memory or profile.host_memory_bytes or None
     found: list[Planned] = []
-    problem: StepProblem | None = None
+    step: PaperStep | None = None
     for device in options.device_memory or [profile.device_memory_bytes]:
         where = place(profile, world=options.world, device_memory=device, host_memory=host, drives=options.nvme)
-        if problem is None:
-            facts = _facts(profile, where, options.world, given)
-            problem = step_problem(traced.pairs, facts, micro_batches=options.micro_batches, name=options.target)
-        found.append(Planned(problem.with_budgets(device=device), options.planner))
-    assert problem is not None
-    reports = [_report(each, profile, options, traced.tokens * options.micro_batches) for each in found]
+        if step is None:
+            step = paper_step(
+                options.target,
+                given,
+                _facts(profile, where, options.world, given),
+                host_is_device=profile.host_is_device,
+                micro_batches=options.micro_batches,
+                blocks=options.blocks,
+            )
+        found.append(Planned(step.problem.with_budgets(device=device), options.planner))
+    assert step is not None
+    reports = [_report(each, profile, options, step.tokens * options.micro_batches) for each in found]
     options.status = int(any(each.plan is None for each in found))
     if options.perfetto is not None:
         timelines = [(each.title, each.timeline) for each in found if each.timeline is not None]
@@ -92,10 +110,14 @@ def run(options: argparse.Namespace) -> str:
         options.html.write_text(page(f"{options.target} on {options.world} ranks of {profile.name}", shown))
     seconds = time.monotonic() - began
     if options.json:
-        return json.dumps({"target": options.target, "machine": profile.name, "seconds": seconds, "budgets": reports}, indent=2)
+        blocks = None if step.blocks is None else dataclasses.asdict(step.blocks)
+        head = {"target": options.target, "machine": profile.name, "seconds": seconds, "blocks": blocks}
+        return json.dumps({**head, "budgets": reports}, indent=2)
     parts = [_text(each, row) for each, row in zip(found, reports, strict=True)]
+    if step.blocks is not None:
+        parts.append(str(step.blocks))
     if options.explain:
-        parts.append(explained(problem, profile, tokens=traced.tokens))
+        parts.append(explained(step.problem, profile, tokens=step.tokens))
     return "\n\n".join(parts)
 
 
@@ -119,7 +141,7 @@ class Planned:
         if self.plan is not None:
             check(problem, self.plan)
             self.timeline = simulate(problem, self.plan)
-            self.bound = lower_bound(problem)
+            self.bound = lower_bound(problem, idle_links=True)
             self.path = critical_path(problem, self.plan)
 
 
@@ -252,3 +274,10 @@ def _drives(text: str) -> int:
     if not number.isdigit() or int(number) > 1024:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of drives; accepted: 1x, 4x, ...; 0 for none")
     return int(number)
+
+
+def _blocks(text: str) -> Blocks:
+    name, _, count = text.partition("=")
+    if not name or not count.isdigit() or not int(count):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of blocks; accepted: LIST=N, such as layers=126")
+    return Blocks(name, int(count))

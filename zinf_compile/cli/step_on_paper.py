@@ -1,4 +1,4 @@
-"""A target's step on fake tensors, for `zinf plan`: its graphs, and how many tokens pass in a micro-batch."""
+"""The problem of a target's step, for `zinf plan`: traced on fake tensors, the deepest models with few of their blocks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,77 @@ from typing import Any
 
 import torch
 
-from zinf_compile.passes.analysis.step_problem import Pair
+from zinf_compile.errors import PlanError
+from zinf_compile.passes.analysis.step_facts import StepFacts
+from zinf_compile.passes.analysis.step_problem import Pair, step_problem
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.stretch import count_blocks, stretch
 
-from .trace import Target
+from .models import DEEP
+from .trace import Target, load_target
 from .trace_step import trace_step
+
+TRACED = 6
+"""Blocks of the deepest built-in models that are traced: the one that is copied, and what differs at both ends."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TracedStep:
-    """Graphs of a step, and the tokens of a micro-batch of one rank."""
+class Blocks:
+    """How many blocks a model counts as having in a list of its own, and how many of them were traced."""
 
-    pairs: list[Pair]
+    name: str
+    count: int
+    traced: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.traced} of {self.count} blocks of {self.name} traced; the others are planned as copies of the middle one"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PaperStep:
+    """A step's problem, the tokens of a micro-batch of one rank, and what of its blocks was traced if not all were."""
+
+    problem: StepProblem
     tokens: int
+    blocks: Blocks | None
 
 
-def traced_step(target: Target, options: Mapping[str, Any], *, world: int, host_is_device: bool) -> TracedStep:
-    """Trace the target's forward and backward as one of `world` ranks. Raises what `trace` raises."""
+def paper_step(
+    target: str,
+    options: Mapping[str, Any],
+    facts: StepFacts,
+    *,
+    host_is_device: bool,
+    micro_batches: int = 1,
+    blocks: Blocks | None = None,
+) -> PaperStep:
+    """Trace the target's forward and backward as one of the ranks of `facts`, and return its step.
+
+    `blocks`: how many blocks the target's list of this name counts as having. Raises what `trace` and `stretch` raise.
+    """
+
+    def made(build: Target, blocks: Blocks | None) -> PaperStep:
+        pairs, tokens = _traced(build, options, world=facts.world_size, host_is_device=host_is_device)
+        problem = step_problem(pairs, facts, micro_batches=micro_batches, name=target)
+        if blocks is None:
+            return PaperStep(problem, tokens, None)
+        found = dataclasses.replace(blocks, traced=count_blocks(problem, blocks.name))
+        return PaperStep(stretch(problem, blocks.name, blocks.count), tokens, found)
+
+    deep = DEEP.get(target)
+    if blocks is None and (deep is None or micro_batches > 1):
+        return made(load_target(target), None)
+    if deep is None or (blocks is not None and (blocks.name != deep.blocks or blocks.count <= TRACED)):
+        return made(load_target(target), blocks)
+    try:
+        return made(lambda: deep.build(TRACED), blocks or Blocks(deep.blocks, deep.count))
+    except PlanError:
+        if blocks is not None:
+            raise
+        return made(load_target(target), None)  # with these options its blocks differ from each other
+
+
+def _traced(target: Target, options: Mapping[str, Any], *, world: int, host_is_device: bool) -> tuple[list[Pair], int]:
     inputs: list[Any] = []
 
     def watched() -> Any:
@@ -33,7 +88,7 @@ def traced_step(target: Target, options: Mapping[str, Any], *, world: int, host_
         return found
 
     pairs = trace_step(watched, options=options, world_size=world, device="cpu" if host_is_device else "cuda")
-    return TracedStep(pairs, count_tokens(inputs[0]))
+    return pairs, count_tokens(inputs[0])
 
 
 def count_tokens(inputs: Any) -> int:

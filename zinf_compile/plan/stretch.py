@@ -1,7 +1,7 @@
 """Makes the problem of a deep model from that of a shallow one: its middle block again and again.
 
 Tracing takes as long as the model has blocks; blocks of one structure take the same again. `zinf plan` traces few blocks of its
-built-in models, and stretches the problem to the depth that they have.
+deepest built-in models, and of others where `--blocks` says so, and stretches the problem to the depth that they have.
 
 Note: where copies go
     A block has `forward` regions and `backward` ones. What a block has at region r of the forward its next one has at
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from zinf_compile.errors import PlanError
@@ -72,12 +73,17 @@ class _Period:
             yield region + before + self.more * self.backward
 
 
-def stretch(problem: StepProblem, blocks: str, more: int) -> StepProblem:
-    """Return the problem with `more` blocks more, copies of the middle one. `blocks`: the name of the list of blocks.
+def stretch(problem: StepProblem, blocks: str, count: int) -> StepProblem:
+    """Return the problem with `count` blocks in all; new ones are copies of the middle one. `blocks`: the name of their list.
 
-    One micro-batch of one graph, forward and backward. Raises `PlanError` where the blocks are not periodic.
+    One micro-batch of one graph, forward and backward. Raises `PlanError` where blocks differ or are more.
     """
     number = re.compile(rf"\b{re.escape(blocks)}\.(\d+)\b")
+    if not (there := count_blocks(problem, blocks)):
+        raise PlanError(f"no parameter is in a list {blocks!r}; accepted: the name of a list of blocks, such as 'layers'")
+    if count < there:
+        raise PlanError(f"the model has {there} blocks in {blocks}, more than {count}; accepted: {there} or more")
+    more = count - there
     period = _find(problem, number, more)
     middle = max(int(n) for unit in problem.units if not period.of(_first(unit)) for n in number.findall(unit.name)[:1])
 
@@ -111,6 +117,12 @@ def stretch(problem: StepProblem, blocks: str, more: int) -> StepProblem:
     )
 
 
+def count_blocks(problem: StepProblem, blocks: str) -> int:
+    """Return how many blocks the list of this name has."""
+    number = re.compile(rf"\b{re.escape(blocks)}\.(\d+)\b")
+    return len({found for unit in problem.units for found in number.findall(unit.name)[:1]})
+
+
 def _first(unit: Unit) -> int:
     return min((*unit.uses, *unit.gradients))
 
@@ -140,9 +152,20 @@ def _find(problem: StepProblem, number: re.Pattern[str], more: int) -> _Period:
         or one[1] - two[1] != backward
         or signs[two[0] : three[0]] != signs[one[0] : two[0]]
         or signs[period.back : two[1] + 1] != signs[period.back + backward : one[1] + 1]
+        or _units(problem, two[0], period) != _units(problem, one[0], period, forward=forward, backward=-backward)
     ):
         raise PlanError("the blocks in the middle differ from each other; trace the whole model")
     return period
+
+
+def _units(problem: StepProblem, first: int, period: _Period, *, forward: int = 0, backward: int = 0) -> Counter[object]:
+    """Return all but the names of the units of the block that begins at region `first`, with their uses moved."""
+
+    def moved(regions: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(region + (forward if region < period.border else backward) for region in regions)
+
+    own = (unit for unit in problem.units if first <= _first(unit) < first + period.forward)
+    return Counter(dataclasses.replace(u, name="", uses=moved(u.uses), gradients=moved(u.gradients)) for u in own)
 
 
 def _regions(regions: Sequence[Region], period: _Period) -> tuple[Region, ...]:
