@@ -40,18 +40,17 @@ class Programme:
         self.problem = problem
         self.rows = Rows()
         self.upper: list[float] = []
-        self.seconds: dict[int, float] = defaultdict(float)
+        self.again: dict[int, float] = defaultdict(float)
+        """Seconds of what the device computes beside its regions: it updates, and makes values again."""
         self.checked = self._choose(cells)
         self.intervals = 2 * len(self.checked)
         self.constant = problem.compute_seconds
         self.unit = self.constant or 1.0
-        """Seconds in which pauses are counted, so that the solver is as precise where steps take microseconds."""
-        self.length: list[dict[int, float]] = [{} for _ in range(self.intervals)]
+        """Seconds that pauses are counted in, so that the solver is as precise where steps take microseconds."""
         self.fixed = [0.0] * self.intervals
         self.of_region = self._intervals_of_regions()
-        for interval in range(0, self.intervals, 2):
-            pause = self.variable()
-            self.length[interval][pause] = self.seconds[pause] = self.unit
+        self.pauses = [self.variable() for _ in self.checked]
+        """Of intervals 0, 2, ...: how long compute waits there or does what is in no region, in `unit`."""
         self.used_room: list[dict[int, float]] = [defaultdict(float) for _ in range(self.intervals)]
         self.lasting_room: list[dict[int, float]] = [defaultdict(float) for _ in range(self.intervals)]
         """What is on the device from an interval on until the step ends."""
@@ -107,6 +106,7 @@ class Programme:
 
     def add_limits(self) -> None:
         problem = self.problem
+        self.rows.add({**self.again, **dict.fromkeys(self.pauses, -self.unit)}, 0.0)
         if np.isfinite(room := problem.room(problem.device)):
             lasting: dict[int, float] = {}
             for interval, added in enumerate(self.lasting_room):
@@ -147,8 +147,8 @@ class Programme:
                         terms[column] += value
             for interval in range(end + 1):
                 allowed += self.fixed[interval]
-                for column, value in self.length[interval].items():
-                    terms[column] -= value
+                if not interval % 2:
+                    terms[self.pauses[interval // 2]] -= self.unit
             self.rows.add(dict(terms), allowed)
 
     def _limit(self, weights: dict[str, float]) -> None:
@@ -166,12 +166,12 @@ class Programme:
                     terms[column] += weight * value
                     over_all[column] += weight * value
             if terms:
-                for column, value in self.length[interval].items():
-                    terms[column] -= value
+                if not interval % 2:
+                    terms[self.pauses[interval // 2]] -= self.unit
                 self.rows.add(dict(terms), self.fixed[interval])
         if over_all or constant:
-            for column, value in self.seconds.items():
-                over_all[column] -= value
+            for pause in self.pauses:
+                over_all[pause] -= self.unit
             self.rows.add(dict(over_all), self.constant - constant)
 
 

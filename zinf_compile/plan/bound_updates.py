@@ -45,9 +45,7 @@ class UpdatesProgramme(Programme):
         problem, device = self.problem, self.problem.device
         allowed = problem.allowed.update
         on_device = self.variable(0.0 if allowed and device not in allowed else 1.0)
-        self.seconds[on_device] += piece.device_seconds
-        for interval in range(0, self.intervals, 2):
-            self.length[interval][on_device] = piece.device_seconds
+        self.again[on_device] += piece.device_seconds
         self.total.setdefault("update", defaultdict(float))
         self.on_link.setdefault("update", [])
         self.least["update"] += piece.host_seconds

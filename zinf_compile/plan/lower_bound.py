@@ -77,17 +77,17 @@ class _Programme(UpdatesProgramme):
         self.add_updates()
         self.add_limits()
         costs = np.zeros(len(self.upper))
-        for column, value in self.seconds.items():
-            costs[column] = value
+        costs[self.pauses] = self.unit
         flows = self._flows()
         for table in flows.values() if idle else ():
             for column, value in table.items():
                 costs[column] += idle * value
         solution = self._minimize(costs)
-        seconds = self.constant + float(sum(value * solution[column] for column, value in self.seconds.items()))
+        seconds = self.constant + self.unit * float(solution[self.pauses].sum())
         if not seconds:
             return Bound(0.0, {"compute": 0.0})
-        busy = defaultdict(float, {"compute": self._compute(solution) / seconds})
+        again = float(sum(value * solution[column] for column, value in self.again.items()))
+        busy = defaultdict(float, {"compute": (self.constant + again) / seconds})
         lanes = {link.name: link.on_lane for link in self.problem.links}
         for name, table in flows.items():
             moved = self.least[name] + sum(value * solution[column] for column, value in table.items())
@@ -121,10 +121,6 @@ class _Programme(UpdatesProgramme):
             for column, value in (item for each in intervals for item in each.items()):
                 found[name][column] = found[name].get(column, 0.0) + value
         return found
-
-    def _compute(self, solution: npt.NDArray[np.float64]) -> float:
-        pauses = {column for interval in range(0, self.intervals, 2) for column in self.length[interval]}
-        return self.constant + float(sum(v * solution[c] for c, v in self.seconds.items() if c not in pauses))
 
     def _classes(self) -> list[tuple[Unit, int]]:
         """Return units that nothing tells apart here as one, with the bytes of all."""
@@ -255,9 +251,7 @@ class _Programme(UpdatesProgramme):
             if value.remade_by not in again:
                 again[value.remade_by] = whole = self.variable(1.0)
                 seconds = sum(problem.regions[region].seconds for region in value.remade_by)
-                self.seconds[whole] += seconds
-                for interval in range(0, self.intervals, 2):
-                    self.length[interval][whole] = self.length[interval].get(whole, 0.0) + seconds
+                self.again[whole] += seconds
             self.rows.add({remade: 1.0, again[value.remade_by]: -1.0}, 0.0)
         out = problem.hops(problem.device, problem.tiers[1])[0] if offload else None
         back = problem.hops(problem.tiers[1], problem.device)[0] if offload else None

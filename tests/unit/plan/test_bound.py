@@ -11,6 +11,7 @@ from plan_cases import training
 
 from zinf_compile.plan.lower_bound import lower_bound
 from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import KEEP
 
 ROUNDING = 1e-9
 
@@ -85,3 +86,15 @@ def test_what_all_fits_moves_nothing_where_that_is_asked() -> None:
     bound = lower_bound(dataclasses.replace(problem, pieces=free), idle_links=True)
     assert bound.by == "compute"
     assert max(bound.busy[name] for name in ("host to device", "device to host")) < 1e-6
+
+
+def test_what_is_computed_again_takes_its_time_once() -> None:
+    """A second of it gives links one second more, not one in each pause."""
+    problem = training(1000, 16, tiers=1, device=0.2)
+    none_again = dataclasses.replace(
+        problem, saved=tuple(dataclasses.replace(value, choices=(KEEP, "nvme")) for value in problem.saved)
+    )
+    with_it, without = lower_bound(problem).seconds, lower_bound(none_again).seconds
+    longest = sum(region.seconds for region in problem.regions[:16])
+    assert without - longest <= with_it <= without
+    assert with_it > 60.0
