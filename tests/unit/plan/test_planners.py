@@ -86,6 +86,13 @@ def test_states_that_fit_into_memory_are_there_where_the_device_is_the_host(bloc
     assert found == sorted(found, reverse=True)
 
 
+@pytest.mark.parametrize(("tiers", "most"), [(1, 1.42), (3, 1.3)])
+def test_homes_are_chosen_by_finer_parts_than_those_of_the_ladder(tiers: int, most: float) -> None:
+    """Those of the ladder alone give 1.46 and 1.52 times the bound."""
+    problem = training(1000, 16, tiers=tiers, device=0.2, host=0.2)
+    assert step_seconds(problem, cached_prefetch(problem)) <= most * lower_bound(problem).seconds
+
+
 @pytest.mark.parametrize("name", ["cached_prefetch", "largest_first"])
 def test_what_fits_stays_and_nothing_moves(name: str) -> None:
     problem = read_only(1, 8, 1.0)

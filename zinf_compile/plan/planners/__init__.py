@@ -9,6 +9,7 @@ _build — Plans from residencies: rows for all hops, and updates behind the las
 _from_walk — What stays and what is stored if everything stays but what a walk moves.
 _gaps — The gaps of a problem with given homes: what may stay on the device between two uses.
 _homes — Choices of homes, from everything far away to everything near.
+_near_homes — Homes that differ a little from the best: one kind comes nearer, another goes away.
 _residency — Chooses which gaps are bridged by staying, for rooms on a ladder.
 _start_early — Moves the starts of transfers forward into memory that is left.
 _updates — When pieces of states are updated: behind the last region, or just before their units are used again.

@@ -46,11 +46,8 @@ def _key(homes: Homes) -> tuple[object, ...]:
     return (*homes.params.values(), *homes.grads.values(), *homes.states.values())
 
 
-def _orders(problem: StepProblem) -> list[list[Item]]:
-    """Return orders in which things come nearer: kind by kind, and unit by unit with all that belongs to it.
-
-    Units are in the order of their first uses: what is updated last is used first.
-    """
+def by_kind(problem: StepProblem) -> tuple[list[Item], list[Item], list[Item]]:
+    """Return parameters, gradients and states in the order of their units' first uses: what is updated last is used first."""
     units = sorted(problem.units, key=lambda unit: min((*unit.uses, *unit.gradients)))
     groups = _groups(problem)
     place = {unit.name: number for number, unit in enumerate(units)}
@@ -62,15 +59,21 @@ def _orders(problem: StepProblem) -> list[list[Item]]:
     params: list[Item] = [("params", tuple(g), sum(sizes[name].stored_bytes for name in g)) for g in by_group.values()]
     trained = [[name for name in g if sizes[name].trained] for g in by_group.values()]
     grads: list[Item] = [("grads", tuple(g), sum(sizes[name].gradient_bytes for name in g)) for g in trained if g]
-    states: list[Item] = [("states", (piece.name,), piece.state_bytes) for piece in pieces]
-    owner = {piece.name: groups[piece.units[0]] for piece in pieces}
-    owned: dict[str, list[Item]] = {name: [] for name in by_group}
-    for item in (*params, *grads):
-        owned[groups[item[1][0]]].append(item)
-    for item in states:
-        owned[owner[item[1][0]]].append(item)
+    return params, grads, [("states", (piece.name,), piece.state_bytes) for piece in pieces]
+
+
+def _orders(problem: StepProblem) -> list[list[Item]]:
+    """Return orders in which things come nearer: kind by kind, and unit by unit with all that belongs to it."""
+    params, grads, states = by_kind(problem)
+    if not problem.pieces:
+        return [params]
+    groups = _groups(problem)
+    owned: dict[str, list[Item]] = {groups[names[0]]: [] for _, names, _ in params}
+    for item in (*params, *grads, *states):
+        name = item[1][0]
+        owned[groups[problem.piece[name].units[0] if item[0] == "states" else name]].append(item)
     bundles = [item for items in owned.values() for item in items]
-    return [[*params, *grads, *states], bundles, [*grads, *states, *params]] if problem.pieces else [params]
+    return [[*params, *grads, *states], bundles, [*grads, *states, *params]]
 
 
 def _groups(problem: StepProblem) -> dict[str, str]:

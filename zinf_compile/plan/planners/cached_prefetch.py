@@ -1,7 +1,7 @@
 """The default: what is used again soonest stays, the next missing is fetched first, as early as memory allows.
 
 Homes are chosen before that, among those of a ladder that follows from the problem without its budgets: the choices that move
-least over the busiest link are planned first, until no other one can be faster.
+least over the busiest link are planned first, until no other one can be faster; then some near the best of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ._build import Stay, ahead_by, at_step, build, shortage
 from ._from_walk import moved_by
 from ._gaps import Gaps, find_gaps
 from ._homes import choices
+from ._near_homes import near_homes
 from ._residency import best_walk
 from ._updates import deferred
 from .just_in_time import just_in_time
@@ -46,6 +47,8 @@ class Effort:
     """Choices of homes that are planned at most."""
     halvings: int = 0
     """Further rooms, each half of the one above: of many large units a small part only fits."""
+    near: int = 0
+    """Further choices that are planned at most: near the best one of these."""
     walks: int | None = None
     """Rungs that are walked at most, from the one with most memory on; None: all."""
     largest: bool = False
@@ -64,9 +67,9 @@ def effort_for(problem: StepProblem) -> Effort:
             return Effort(48, few, 1, 1, largest=True)
         return Effort(24, (0.0, 0.5, 1.0, 1.5), 1, 1, largest=True) if size < 500 else Effort(8, (0.5, 1.0), 1, 1)
     if size < 100:
-        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 1.6, 2.0))
+        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 1.6, 2.0), near=8 if size < 40 else 24)
     if size < 500:
-        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 2.0))
+        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 2.0), near=24)
     if size < 3000:
         return Effort(4, (1.0,), 8, 4, halvings=6)
     return Effort(4, (1.0,), 8, 3, halvings=6, walks=1)
@@ -87,6 +90,8 @@ def cached_prefetch(problem: StepProblem) -> Plan:
             if best is None or seconds < best[0] * (1 - 1e-9):
                 best = seconds, plan
         planned += found
+    if best is not None and problem.pieces:
+        best = _improved(problem, best, effort)
     if best is not None and effort.largest:
         with contextlib.suppress(BudgetError):
             other = dataclasses.replace(largest_first(problem), planner=NAME)
@@ -97,6 +102,27 @@ def cached_prefetch(problem: StepProblem) -> Plan:
         except BudgetError as error:
             raise BudgetError(str(error).replace("'just_in_time'", repr(NAME))) from None
     return best[1]
+
+
+def _improved(problem: StepProblem, best: tuple[float, Plan], effort: Effort) -> tuple[float, Plan]:
+    """Return the best plan with homes near those of the best until then, with finer parts than those of the ladder."""
+    left, seen = effort.near, [best[1].local.homes]
+    for parts in (3 * effort.home_rungs, 6 * effort.home_rungs):
+        better = True
+        while better and left:
+            better = False
+            for choice in near_homes(problem, best[1].local.homes, parts=parts):
+                if choice.least >= best[0] * (1 - 1e-9) or choice.homes in seen:
+                    continue
+                seen.append(choice.homes)
+                found = [(step_seconds(problem, plan), plan) for plan in _plans(problem, choice.homes, effort)]
+                left -= bool(found)
+                fastest = min(found, key=lambda row: row[0], default=best)
+                if better := fastest[0] < best[0] * (1 - 1e-9):
+                    best = fastest
+                if better or not left:
+                    break
+    return best
 
 
 def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]:
