@@ -101,6 +101,7 @@ def test_copied_blocks_give_the_plan_of_traced_ones(monkeypatch: pytest.MonkeyPa
         assert copied["budgets"][0][key] == pytest.approx(traced["budgets"][0][key], rel=1e-9), key
         assert by_itself["budgets"][0][key] == copied["budgets"][0][key], key
     assert planned("deep", "--micro-batches", "2")["blocks"] is None
+    assert planned("deep", "--blocks", "layers=4")["blocks"] == {"name": "layers", "count": 4, "traced": 4}
     assert main(["plan", "deep", *budgets]) == 0
     assert "6 of 9 blocks of layers traced; the others are planned as copies of the middle one" in capsys.readouterr().out
 

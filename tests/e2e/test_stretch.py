@@ -58,6 +58,11 @@ def test_what_cannot_be_stretched_is_refused(layers: int, blocks: str, count: in
         stretch(llama(layers, checkpointed=False), blocks, count)
 
 
+def test_as_many_blocks_as_there_are_need_no_period() -> None:
+    problem = llama(3, checkpointed=False)
+    assert stretch(problem, "layers", 3) is problem
+
+
 @pytest.mark.parametrize("layers", [6, 7])
 def test_blocks_that_differ_are_not_copied(layers: int) -> None:
     """Every other one has a wider part, as in models that alternate between two kinds of attention."""

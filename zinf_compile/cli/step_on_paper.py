@@ -68,8 +68,10 @@ def paper_step(
     deep = DEEP.get(target)
     if blocks is None and (deep is None or micro_batches > 1):
         return made(load_target(target), None)
-    if deep is None or (blocks is not None and (blocks.name != deep.blocks or blocks.count <= TRACED)):
+    if deep is None or (blocks is not None and blocks.name != deep.blocks):
         return made(load_target(target), blocks)
+    if blocks is not None and blocks.count <= TRACED:
+        return made(lambda: deep.build(blocks.count), blocks)
     try:
         return made(lambda: deep.build(TRACED), blocks or Blocks(deep.blocks, deep.count))
     except PlanError:

@@ -83,7 +83,8 @@ def stretch(problem: StepProblem, blocks: str, count: int) -> StepProblem:
         raise PlanError(f"no parameter is in a list {blocks!r}; accepted: the name of a list of blocks, such as 'layers'")
     if count < there:
         raise PlanError(f"the model has {there} blocks in {blocks}, more than {count}; accepted: {there} or more")
-    more = count - there
+    if not (more := count - there):
+        return problem
     period = _find(problem, number, more)
     middle = max(int(n) for unit in problem.units if not period.of(_first(unit)) for n in number.findall(unit.name)[:1])
 
