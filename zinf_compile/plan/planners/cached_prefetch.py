@@ -30,6 +30,8 @@ from .largest_first import largest_first
 NAME = "cached_prefetch"
 FAR, NEAR = (64, 16), (4, 1)
 """Regions in which a gradient has left the device: of all of `FAR` and the most of `NEAR` that fit, a walk says which is best."""
+WORTH = 1.002
+"""What homes near the best ones must gain so that others near these are tried."""
 GAIN = 1.01
 """What more regions must gain: until a gradient has left, its memory is not there for what stays or comes early."""
 
@@ -108,20 +110,20 @@ def _improved(problem: StepProblem, best: tuple[float, Plan], effort: Effort) ->
     """Return the best plan with homes near those of the best until then, with finer parts than those of the ladder."""
     left, seen = effort.near, [best[1].local.homes]
     for parts in (3 * effort.home_rungs, 6 * effort.home_rungs):
-        better = True
-        while better and left:
-            better = False
+        gained = True
+        while gained and left > 0:
+            before, tried = best[0], 0
             for choice in near_homes(problem, best[1].local.homes, parts=parts):
+                if best[0] < before or tried == effort.near // 3:
+                    break
                 if choice.least >= best[0] * (1 - 1e-9) or choice.homes in seen:
                     continue
                 seen.append(choice.homes)
                 found = [(step_seconds(problem, plan), plan) for plan in _plans(problem, choice.homes, effort)]
-                left -= bool(found)
-                fastest = min(found, key=lambda row: row[0], default=best)
-                if better := fastest[0] < best[0] * (1 - 1e-9):
-                    best = fastest
-                if better or not left:
-                    break
+                tried += bool(found)
+                best = min(best, *found, key=lambda row: row[0]) if found else best
+            left -= tried
+            gained = best[0] * WORTH < before
     return best
 
 
