@@ -14,6 +14,7 @@ from torch import nn
 
 from zinf_compile.cli.main import main
 from zinf_compile.cli.models import DEEP, TARGETS, Deep, Example
+from zinf_compile.errors import BudgetError
 from zinf_compile.plan.plan import Plan, Shared
 from zinf_compile.plan.planners import PLANNERS
 from zinf_compile.plan.planners.just_in_time import just_in_time
@@ -145,6 +146,17 @@ def test_an_illegal_plan_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: p
     printed = capsys.readouterr()
     assert "is illegal" in printed.err
     assert "tokens/s" not in printed.out
+
+
+def test_a_bound_that_contradicts_a_legal_plan_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(problem: object, **settings: object) -> None:
+        raise BudgetError("no plan fits")
+
+    monkeypatch.setattr("zinf_compile.cli.plan.lower_bound", refuse)
+    assert main([*COMMAND, "--device-memory", "1GiB"]) == 2
+    assert "no bound is found for a step that has a legal plan; please report it" in capsys.readouterr().err
 
 
 def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

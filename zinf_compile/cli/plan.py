@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from zinf_compile.errors import BudgetError, OptionError
+from zinf_compile.errors import BudgetError, OptionError, PlanError
 from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.step_facts import StepFacts
@@ -141,8 +141,15 @@ class Planned:
         if self.plan is not None:
             check(problem, self.plan)
             self.timeline = simulate(problem, self.plan)
-            self.bound = lower_bound(problem, idle_links=True)
+            self.bound = _bound(problem)
             self.path = critical_path(problem, self.plan)
+
+
+def _bound(problem: StepProblem) -> Bound:
+    try:
+        return lower_bound(problem, idle_links=True)
+    except BudgetError as error:  # the plan is checked
+        raise PlanError("no bound is found for a step that has a legal plan; please report it, with the command") from error
 
 
 def _facts(profile: Profile, where: Place, world: int, given: Mapping[str, Any]) -> StepFacts:

@@ -48,6 +48,9 @@ class Programme:
         self.unit = self.constant or 1.0
         """Seconds that pauses are counted in, so that the solver is as precise where steps take microseconds."""
         self.fixed = [0.0] * self.intervals
+        self.amount = float(sum(unit.stored_bytes + unit.full_bytes + unit.gradient_bytes for unit in problem.units))
+        self.amount += sum(piece.state_bytes for piece in problem.pieces) or 1.0
+        """Bytes that variables of bytes are counted in: shares and bytes side by side are more than the solver's precision."""
         self.of_region = self._intervals_of_regions()
         self.pauses = [self.variable() for _ in self.checked]
         """Of intervals 0, 2, ...: how long compute waits there or does what is in no region, in `unit`."""
@@ -112,8 +115,8 @@ class Programme:
             for interval, added in enumerate(self.lasting_room):
                 if added:
                     here = self.variable()
-                    self.rows.add({here: -1.0, **lasting, **added}, 0.0)
-                    lasting = {here: 1.0}
+                    self.rows.add({here: -self.amount, **lasting, **added}, 0.0)
+                    lasting = {here: self.amount}
                 self.rows.add({**self.used_room[interval], **lasting}, room - self.taken[interval])
         for tier, held in self.standing.items():
             if np.isfinite(problem.room(tier)):
@@ -121,8 +124,8 @@ class Programme:
         if self.buffers and np.isfinite(problem.room(problem.host)):
             largest = self.variable()
             for buffer in self.buffers:
-                self.rows.add({**buffer, largest: -1.0}, 0.0)
-            self.rows.add({**self.standing[problem.host], largest: 1.0}, problem.room(problem.host))
+                self.rows.add({**buffer, largest: -self.amount}, 0.0)
+            self.rows.add({**self.standing[problem.host], largest: self.amount}, problem.room(problem.host))
         for passing in self.windows.values():
             self._limit_windows(passing)
         lanes: dict[str, list[str]] = defaultdict(list)

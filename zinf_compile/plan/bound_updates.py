@@ -101,18 +101,18 @@ class UpdatesProgramme(Programme):
         return {crossing: link.seconds(count)}
 
     def _over_intervals(self, link: Link, dues: list[Due], *, inward: bool) -> list[int]:
-        """Add the bytes that pass a link in each interval: what has a due until then, the rest at any time."""
+        """Add what passes a link in each interval, in `amount`: what has a due until then, the rest at any time."""
         last = max(until for until, _, _ in dues) if inward else self.intervals - 1
         columns = [self.variable() for _ in range(last + 1)]
         for interval, column in enumerate(columns):
-            self.on_link[link.name][interval][column] += link.sharers / link.bytes_per_second
+            self.on_link[link.name][interval][column] += self.amount * link.sharers / link.bytes_per_second
         self._pass_until(columns, dues if inward else [(last, column, count) for _, column, count in dues])
         return columns
 
     def _pass_until(self, columns: list[int], dues: list[Due]) -> None:
         ends = sorted({until for until, _, _ in dues})
         for end in {*ends[:: max(1, len(ends) // WINDOWS)], ends[-1]}:
-            terms: dict[int, float] = dict.fromkeys(columns[: end + 1], -1.0)
+            terms: dict[int, float] = dict.fromkeys(columns[: end + 1], -self.amount)
             for until, column, count in dues:
                 if until <= end:
                     terms[column] = terms.get(column, 0.0) + count
@@ -140,7 +140,7 @@ class UpdatesProgramme(Programme):
             self.rows.add({column: -value for column, value in terms.items()}, 0.0)
             self.rows.add({here: 1.0, buffers: -1.0}, 0.0)
             if device_too:
-                self.used_room[interval][here] += 1.0
+                self.used_room[interval][here] += self.amount
             before = here
         if at_once:
-            self.buffers.append({buffers: 1.0})
+            self.buffers.append({buffers: self.amount})

@@ -28,7 +28,7 @@ from .problem import StepProblem
 from .problem_parts import KEEP, RECOMPUTE, Link, SavedValue, Unit
 
 CELLS = 60_000
-"""Values over time in a programme; larger problems are checked at fewer regions, which can only lower the bound."""
+"""Values over time in a programme; larger problems are checked at some regions only, which can only lower the bound of all."""
 
 IDLE = 1e-4
 """What a second of a link costs beside one of the step, where links are to be idle if they can."""
@@ -54,8 +54,8 @@ class Bound:
 def lower_bound(problem: StepProblem, *, cells: int = CELLS, idle_links: bool = False) -> Bound:
     """Return seconds that no plan's step can be shorter than; raise `BudgetError` where none fits.
 
-    `idle_links`: `busy` is that of a second solution at fewer moments, in which links move little that they need not. Without it
-    they may.
+    `idle_links`: `busy` is that of a second solution, at fewer moments in a large problem, in which links move little that they
+    need not. Without it they may.
     """
     bound = _Programme(problem, cells).solve(idle=0.0)
     if not idle_links:

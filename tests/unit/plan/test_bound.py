@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +62,37 @@ def test_microseconds_are_bounded_as_seconds_are(problem: StepProblem) -> None:
     slow, fast = lower_bound(problem), lower_bound(faster(problem, 1e6))
     assert fast.seconds * 1e6 == pytest.approx(slow.seconds, rel=1e-6)
     assert max(fast.busy.values()) <= 1 + 1e-6
+
+
+def larger(problem: StepProblem, times: int) -> StepProblem:
+    """Return the problem with so many times the bytes, over links that are so many times as fast."""
+
+    def scaled(row: Any) -> Any:
+        sizes = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if "bytes" in f.name}
+        return dataclasses.replace(row, **{name: size * times for name, size in sizes.items() if size is not None})
+
+    links = [dataclasses.replace(scaled(link), beside=tuple(map(scaled, link.beside))) for link in problem.links]
+    rows = {name: tuple(map(scaled, getattr(problem, name))) for name in ("regions", "memories", "units", "saved", "pieces")}
+    return dataclasses.replace(problem, links=tuple(links), **rows)
+
+
+@pytest.mark.parametrize(
+    ("seed", "blocks", "tiers", "saved", "device", "host", "speed"),
+    [
+        (233, 3, 3, True, 0.8, 0.5, 0.02),
+        (216, 3, 3, True, 0.8, 0.2, 0.02),
+        (218, 4, 1, False, 0.5, 0.2, 0.02),
+        (205, 5, 2, True, 0.8, 0.2, 0.3),
+    ],
+)
+@pytest.mark.parametrize("times", [10**6, 10**9])
+def test_gigabytes_are_bounded_as_bytes_are(
+    seed: int, blocks: int, tiers: int, saved: bool, device: float, host: float, speed: float, times: int
+) -> None:
+    """HiGHS takes coefficients below 1e-9 for nothing: shares and bytes must not be in one row as they are."""
+    problem = training(seed, blocks, tiers=tiers, saved=saved, device=device, host=host, speed=speed)
+    small, large = lower_bound(problem), lower_bound(larger(problem, times), idle_links=True)
+    assert large.seconds == pytest.approx(small.seconds, rel=1e-6)
 
 
 def test_links_of_one_lane_set_the_bound_together() -> None:
