@@ -75,5 +75,33 @@ def test_blocks_that_differ_are_not_copied(layers: int) -> None:
         return model, (tokens, tokens)
 
     problem = step_problem(trace_step(build, options=OPTIONS, world_size=4, device="cuda"), facts(world_size=4, host=True))
-    with pytest.raises(PlanError, match="the blocks in the middle differ from each other; trace the whole model"):
+    with pytest.raises(PlanError, match="the blocks in the middle differ, or share what only some of them use; trace the whole"):
         stretch(problem, "layers", 9)
+
+
+class TwoStacks(torch.nn.Module):
+    """Two lists of blocks with one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = torch.nn.Module(), torch.nn.Module()
+        for stack in (self.encoder, self.decoder):
+            stack.layers = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.encoder.layers, *self.decoder.layers):
+            x = x + layer(x).relu()
+        return x.sum()
+
+
+def test_a_name_of_two_lists_is_refused_and_one_of_them_stretched() -> None:
+    pairs = trace_step(lambda: (TwoStacks(), (torch.zeros(8, 256),)), options=OPTIONS, world_size=4, device="cuda")
+    problem = step_problem(pairs, facts(world_size=4, host=True))
+    message = "'layers' is the end of decoder.layers and encoder.layers; accepted: one list, such as 'decoder.layers'"
+    with pytest.raises(PlanError, match=message):
+        stretch(problem, "layers", 9)
+    longer = stretch(problem, "decoder.layers", 9)
+    assert sum("decoder.layers" in unit.name for unit in longer.units) == 9 * sum(
+        "decoder.layers.0." in unit.name for unit in problem.units
+    )
+    assert [unit for unit in longer.units if "encoder" in unit.name and "decoder" not in unit.name]

@@ -81,6 +81,8 @@ def stretch(problem: StepProblem, blocks: str, count: int) -> StepProblem:
     number = re.compile(rf"\b{re.escape(blocks)}\.(\d+)\b")
     if not (there := count_blocks(problem, blocks)):
         raise PlanError(f"no parameter is in a list {blocks!r}; accepted: the name of a list of blocks, such as 'layers'")
+    if len(lists := _lists(problem, blocks)) > 1:
+        raise PlanError(f"{blocks!r} is the end of {' and '.join(lists)}; accepted: one list, such as {lists[0]!r}")
     if count < there:
         raise PlanError(f"the model has {there} blocks in {blocks}, more than {count}; accepted: {there} or more")
     if not (more := count - there):
@@ -124,6 +126,12 @@ def count_blocks(problem: StepProblem, blocks: str) -> int:
     return len({found for unit in problem.units for found in number.findall(unit.name)[:1]})
 
 
+def _lists(problem: StepProblem, blocks: str) -> list[str]:
+    """Return the lists whose names end so."""
+    whole = re.compile(rf"(?<![\w.])((?:\w+\.)*{re.escape(blocks)})\.\d+\b")
+    return sorted({found for unit in problem.units for found in whole.findall(unit.name)})
+
+
 def _first(unit: Unit) -> int:
     return min((*unit.uses, *unit.gradients))
 
@@ -155,7 +163,7 @@ def _find(problem: StepProblem, number: re.Pattern[str], more: int) -> _Period:
         or signs[period.back : two[1] + 1] != signs[period.back + backward : one[1] + 1]
         or _units(problem, two[0], period) != _units(problem, one[0], period, forward=forward, backward=-backward)
     ):
-        raise PlanError("the blocks in the middle differ from each other; trace the whole model")
+        raise PlanError("the blocks in the middle differ, or share what only some of them use; trace the whole model")
     return period
 
 

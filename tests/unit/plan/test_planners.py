@@ -136,6 +136,15 @@ def test_words_of_the_user_are_obeyed() -> None:
     assert {update.on for update in plan.local.updates} == {Tier.HOST}
 
 
+def test_units_of_one_piece_live_where_all_of_them_may() -> None:
+    """One has its home already, and is not the first."""
+    problem = training(1, 5, tiers=3, device=0.4, host=0.5, speed=0.1)
+    units = tuple(dataclasses.replace(u, home=Tier.NVME) if u.name == "w2" else u for u in problem.units)
+    pieces = tuple(dataclasses.replace(p, units=("w0", "w2")) if p.name == "s0" else p for p in problem.pieces if p.name != "s2")
+    problem = dataclasses.replace(problem, units=units, pieces=pieces)
+    assert not verify(problem, cached_prefetch(problem))
+
+
 def test_a_saved_value_that_must_leave_leaves() -> None:
     problem = training(5, 3, device=1.0, host=1.0)
     values = tuple(dataclasses.replace(value, choices=("host",)) for value in problem.saved[:1])

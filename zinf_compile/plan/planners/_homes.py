@@ -111,13 +111,18 @@ def _bring(problem: StepProblem, homes: Homes, order: Sequence[Item], tier: Tier
     tables = {"params": dict(homes.params), "grads": dict(homes.grads), "states": dict(homes.states)}
     left, taken = [], 0
     for kind, names, size in order:
-        allowed: tuple[Tier, ...] = problem.param_tiers(names[0]) if kind == "params" else getattr(problem.allowed, kind)
-        if taken + size <= limit * (1 + 1e-9) and (not allowed or tier in allowed):
+        if taken + size <= limit * (1 + 1e-9) and may_live(problem, kind, names, tier):
             tables[kind].update(dict.fromkeys(names, tier))
             taken += size
         else:
             left.append((kind, names, size))
     return Homes(params=tables["params"], grads=tables["grads"], states=tables["states"]), left
+
+
+def may_live(problem: StepProblem, kind: str, names: Sequence[str], tier: Tier) -> bool:
+    """Say whether all of these parameters, gradients or states may live on a tier."""
+    tiers = [problem.param_tiers(name) for name in names] if kind == "params" else [getattr(problem.allowed, kind)]
+    return all(not allowed or tier in allowed for allowed in tiers)
 
 
 def held_bytes(problem: StepProblem, homes: Homes) -> dict[Tier, int]:

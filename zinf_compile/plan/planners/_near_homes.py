@@ -10,7 +10,7 @@ from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.problem import StepProblem
 
 from ._build import farthest
-from ._homes import Choice, Item, by_kind, fits, least_seconds
+from ._homes import Choice, Item, by_kind, fits, least_seconds, may_live
 
 KINDS = ("params", "grads", "states")
 """Fields of `Homes`."""
@@ -39,10 +39,7 @@ def _with(problem: StepProblem, homes: Homes, items: Sequence[Item], kind: str, 
     """Return homes with the first items of a kind that live farther away, about `part` bytes, on a tier; None: there are none."""
     table, taken, place = dict(getattr(homes, kind)), 0, problem.tiers.index
     for own, names, size in items:
-        if own != kind or place(table[names[0]]) <= place(tier):
-            continue
-        allowed: tuple[Tier, ...] = problem.param_tiers(names[0]) if kind == "params" else getattr(problem.allowed, kind)
-        if allowed and tier not in allowed:
+        if own != kind or place(table[names[0]]) <= place(tier) or not may_live(problem, kind, names, tier):
             continue
         if taken and taken + size > part:
             break
