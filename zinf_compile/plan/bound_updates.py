@@ -8,6 +8,7 @@ Note: room for what passes
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import defaultdict
 
@@ -29,11 +30,11 @@ class UpdatesProgramme(Programme):
         self.read: dict[str, list[Due]] = defaultdict(list)
         self.written: dict[str, list[Due]] = defaultdict(list)
         self.passing: dict[tuple[str, str], list[Due]] = defaultdict(list)
-        for piece in problem.pieces:
-            held = dict.fromkeys(problem.tiers, float(piece.state_bytes))
+        for piece, count in self._classes_of_pieces():
+            held = dict.fromkeys(problem.tiers, float(count * piece.state_bytes))
             homes = self.home(f"states {piece.name}", problem.allowed.states, held)
-            self.lasting_room[0][homes[device]] += piece.state_bytes
-            self._add_update(piece, homes)
+            self.lasting_room[0][homes[device]] += count * piece.state_bytes
+            self._add_update(piece, count, homes)
         at_once = any(self._window(piece) == 0 for piece in problem.pieces)
         links = {link.name: link for link in problem.links}
         reads = {name: self._over_intervals(links[name], dues, inward=True) for name, dues in self.read.items()}
@@ -41,15 +42,23 @@ class UpdatesProgramme(Programme):
         for (inward, outward), dues in self.passing.items():
             self._add_passing(dues, reads[inward], writes[outward], at_once=at_once)
 
-    def _add_update(self, piece: StatePiece, states: dict[Tier, int]) -> None:
+    def _classes_of_pieces(self) -> list[tuple[StatePiece, int]]:
+        """Return pieces that nothing tells apart here, with their number: each has the share of all of them on a tier."""
+        same: dict[StatePiece, list[StatePiece]] = defaultdict(list)
+        for piece in self.problem.pieces:
+            same[dataclasses.replace(piece, name="", structure="", owner=None)].append(piece)
+        return [(pieces[0], len(pieces)) for pieces in same.values()]
+
+    def _add_update(self, piece: StatePiece, count: int, states: dict[Tier, int]) -> None:
+        """Add the updates of `count` pieces like this one."""
         problem, device = self.problem, self.problem.device
         allowed = problem.allowed.update
         on_device = self.variable(0.0 if allowed and device not in allowed else 1.0)
-        self.again[on_device] += piece.device_seconds
+        self.again[on_device] += count * piece.device_seconds
         self.total.setdefault("update", defaultdict(float))
         self.on_link.setdefault("update", [])
-        self.least["update"] += piece.host_seconds
-        self.total["update"][on_device] -= piece.host_seconds
+        self.least["update"] += count * piece.host_seconds
+        self.total["update"][on_device] -= count * piece.host_seconds
         unit = piece.units[0]
         params, grads = self.homes.get(f"param {unit}"), self.homes.get(f"grad {unit}")
         rows = [(states, piece.read_bytes, piece.written_bytes)]
@@ -65,23 +74,24 @@ class UpdatesProgramme(Programme):
         self.buffers.append({column: float(size) for column, size in buffer if column in far})
         until = self._window(piece)
         if piece.host_seconds:
-            self.windows["update"].append((until, {on_device: -piece.host_seconds}, piece.host_seconds))
+            seconds = count * piece.host_seconds
+            self.windows["update"].append((until, {on_device: -seconds}, seconds))
         for homes, read, written in rows:
             if problem.host != device:
                 near = problem.tiers[1]
-                crossing = self._across(problem.link(near, device), read, on_device, homes[device])
+                crossing = self._across(problem.link(near, device), read, count, on_device, homes[device])
                 self.windows[problem.link(near, device).name].append((until, crossing, 0.0))
-                self._across(problem.link(device, near), written, on_device, homes[device])
-                self._across(problem.link(near, device), written, homes[device], on_device)
-                self._across(problem.link(device, near), read, homes[device], on_device)
+                self._across(problem.link(device, near), written, count, on_device, homes[device])
+                self._across(problem.link(near, device), written, count, homes[device], on_device)
+                self._across(problem.link(device, near), read, count, homes[device], on_device)
             for tier in (tier for tier in problem.tiers if not tier.in_memory):
                 inward, outward = problem.hops(tier, problem.host), problem.hops(problem.host, tier)
-                for links, count, table in ((inward, read, self.read), (outward, written, self.written)):
-                    for link in links if count else ():
-                        table[link.name].append((until, homes[tier], count))
-                        self.total[link.name][homes[tier]] += link.latency_seconds
+                for links, size, table in ((inward, read, self.read), (outward, written, self.written)):
+                    for link in links if size else ():
+                        table[link.name].append((until, homes[tier], count * size))
+                        self.total[link.name][homes[tier]] += count * link.latency_seconds
                 if homes is states and 0 < read == written == piece.state_bytes:
-                    self.passing[inward[-1].name, outward[0].name].append((until, homes[tier], read))
+                    self.passing[inward[-1].name, outward[0].name].append((until, homes[tier], count * read))
 
     def _window(self, piece: StatePiece) -> int:
         """Return the last interval in which a piece's update can run: it begins with the step, at interval 0."""
@@ -91,14 +101,14 @@ class UpdatesProgramme(Programme):
         interval = self.of_region[first]
         return interval - 1 if interval % 2 else interval or self.intervals - 1
 
-    def _across(self, link: Link, count: int, more: int, less: int) -> dict[int, float]:
-        """Bytes cross a link by at least the share `more - less`; return the seconds that it takes."""
-        if not count:
+    def _across(self, link: Link, size: int, count: int, more: int, less: int) -> dict[int, float]:
+        """So many times `size` bytes cross a link by at least the share `more - less`; return the seconds that it takes."""
+        if not size:
             return {}
         crossing = self.variable()
         self.rows.add({more: 1.0, less: -1.0, crossing: -1.0}, 0.0)
-        self.total[link.name][crossing] += link.seconds(count)
-        return {crossing: link.seconds(count)}
+        self.total[link.name][crossing] += count * link.seconds(size)
+        return {crossing: count * link.seconds(size)}
 
     def _over_intervals(self, link: Link, dues: list[Due], *, inward: bool) -> list[int]:
         """Add what passes a link in each interval, in `amount`: what has a due until then, the rest at any time."""

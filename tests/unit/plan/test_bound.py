@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import training
 
-from zinf_compile.plan.lower_bound import lower_bound
+from zinf_compile.plan.lower_bound import CELLS, _Programme, lower_bound
 from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.problem_parts import KEEP
+from zinf_compile.plan.problem_parts import KEEP, StatePiece
 
 ROUNDING = 1e-9
 
@@ -130,3 +130,37 @@ def test_what_is_computed_again_takes_its_time_once() -> None:
     longest = sum(region.seconds for region in problem.regions[:16])
     assert without - longest <= with_it <= without
     assert with_it > 60.0
+
+
+def cut(problem: StepProblem, parts: int) -> StepProblem:
+    """Return the problem with each piece of states as so many, which are alike."""
+
+    def cut_piece(piece: StatePiece) -> list[StatePiece]:
+        sizes = {f.name: getattr(piece, f.name) for f in dataclasses.fields(piece) if "bytes" in f.name}
+        seconds = {"host_seconds": piece.host_seconds / parts, "device_seconds": piece.device_seconds / parts}
+        small = dataclasses.replace(piece, **{name: size // parts for name, size in sizes.items()}, **seconds)
+        return [dataclasses.replace(small, name=f"{piece.name} #{number}") for number in range(parts)]
+
+    return dataclasses.replace(problem, pieces=tuple(part for piece in problem.pieces for part in cut_piece(piece)))
+
+
+@settings(max_examples=20)
+@given(problem=slow_problems)
+def test_many_pieces_that_are_alike_are_one(problem: StepProblem) -> None:
+    """Only their buffers are smaller. A model of 70B on one rank has 17,000: one by one they took minutes."""
+    whole = larger(problem, 8)
+    found, expected = lower_bound(cut(whole, 8)).seconds, lower_bound(whole).seconds
+    if len(problem.tiers) == 2 and problem.tiers[1].in_memory:
+        assert found == pytest.approx(expected, rel=1e-6)
+    else:
+        assert found <= expected * (1 + 1e-6)
+
+
+def test_pieces_that_are_alike_take_no_more_variables() -> None:
+    whole = larger(training(1, 4, tiers=3), 8)
+    sizes = []
+    for problem in (whole, cut(whole, 8)):
+        programme = _Programme(problem, CELLS)
+        programme.solve(idle=0.0)
+        sizes.append((len(programme.upper), len(programme.rows.limit)))
+    assert sizes[0] == sizes[1]
