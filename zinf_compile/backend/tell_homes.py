@@ -6,16 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.plan.lower_bound import lower_bound
+from zinf_compile.plan.lower_bound import BUSY_CELLS, lower_bound
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Homes, Plan
 from zinf_compile.plan.planners._build import ahead_by, build
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.simulate import simulate
 from zinf_compile.plan.table import shares_line
-
-CELLS = 15_000
-"""Of a bound for a line of the log: a second's work where `zinf plan` takes ten, and at most some per cent lower."""
 
 LARGE = 1500
 """Regions, units and pieces of a problem for which a bound is not worth the time that it takes to find."""
@@ -39,7 +36,7 @@ def tell_homes(
     step = f"step {simulate(problem, plan).seconds:.3g} s"
     if len(problem.regions) + len(problem.units) + len(problem.pieces) <= LARGE:
         most = {str(tier): int(held.max()) for tier, held in occupied(problem, plan).items() if tier.in_memory}
-        bound = lower_bound(problem.with_budgets(**most), cells=CELLS, idle_links=True)
+        bound = lower_bound(problem.with_budgets(**most), cells=BUSY_CELLS, idle_links=True)  # some per cent lower, in a second
         step += f" (bound {bound.seconds:.3g} s, by {bound.by})"
     counted = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
     head = f"plan for {counted} parameters, {ranks} rank{'s' if ranks > 1 else ''}: {', '.join([step, *_memories(used)])}"

@@ -36,7 +36,7 @@ from zinf_compile.plan.verify import check
 from .measure_machine import measure_machine
 from .models import DEEP, TARGETS
 from .plan_explained import explained
-from .step_on_paper import Blocks, PaperStep, paper_step
+from .step_on_paper import Blocks, paper_step
 from .trace import DumpError
 
 HERE = "here"
@@ -73,32 +73,24 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+@rare_collections()
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; `options.status` is 1 where not all budgets fit."""
-    with rare_collections():
-        return _run(options)
-
-
-def _run(options: argparse.Namespace) -> str:
     began = time.monotonic()
     profile = measure_machine(options.machine) if options.machine == HERE else find_profile(options.machine)
     given = _options(options.options)
     host = options.host_memory or profile.host_memory_bytes or None
-    found: list[Planned] = []
-    step: PaperStep | None = None
-    for device in options.device_memory or [profile.device_memory_bytes]:
-        where = place(profile, world=options.world, device_memory=device, host_memory=host, drives=options.nvme)
-        if step is None:
-            step = paper_step(
-                options.target,
-                given,
-                _facts(profile, where, options.world, given),
-                host_is_device=profile.host_is_device,
-                micro_batches=options.micro_batches,
-                blocks=options.blocks,
-            )
-        found.append(Planned(step.problem.with_budgets(device=device), options.planner))
-    assert step is not None
+    devices = options.device_memory or [profile.device_memory_bytes]
+    where = place(profile, world=options.world, device_memory=devices[0], host_memory=host, drives=options.nvme)
+    step = paper_step(
+        options.target,
+        given,
+        _facts(profile, where, options.world, given),
+        host_is_device=profile.host_is_device,
+        micro_batches=options.micro_batches,
+        blocks=options.blocks,
+    )
+    found = [Planned(step.problem.with_budgets(device=device), options.planner) for device in devices]
     reports = [_report(each, profile, options, step.tokens * options.micro_batches) for each in found]
     options.status = int(any(each.plan is None for each in found))
     if options.perfetto is not None:

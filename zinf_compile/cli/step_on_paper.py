@@ -66,14 +66,11 @@ def paper_step(
         return PaperStep(stretch(problem, blocks.name, blocks.count), tokens, found)
 
     deep = DEEP.get(target)
-    if blocks is None and (deep is None or micro_batches > 1):
-        return made(load_target(target), None)
-    if deep is None or (blocks is not None and blocks.name != deep.blocks):
+    if deep is None or (micro_batches > 1 if blocks is None else blocks.name != deep.blocks):
         return made(load_target(target), blocks)
-    if blocks is not None and blocks.count <= TRACED:
-        return made(lambda: deep.build(blocks.count), blocks)
+    wanted = blocks or Blocks(deep.blocks, deep.count)
     try:
-        return made(lambda: deep.build(TRACED), blocks or Blocks(deep.blocks, deep.count))
+        return made(lambda: deep.build(min(TRACED, wanted.count)), wanted)
     except PlanError:
         if blocks is not None:
             raise

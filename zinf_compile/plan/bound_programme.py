@@ -149,10 +149,14 @@ class Programme:
                     for column, value in own.items():
                         terms[column] += value
             for interval in range(end + 1):
-                allowed += self.fixed[interval]
-                if not interval % 2:
-                    terms[self.pauses[interval // 2]] -= self.unit
+                allowed += self._within(interval, terms)
             self.rows.add(dict(terms), allowed)
+
+    def _within(self, interval: int, terms: dict[int, float]) -> float:
+        """Take the seconds of an interval off the terms of a row, its pause, and return those that are fixed."""
+        if not interval % 2:
+            terms[self.pauses[interval // 2]] -= self.unit
+        return self.fixed[interval]
 
     def _limit(self, weights: dict[str, float]) -> None:
         """No more passes in any interval than its seconds allow, and what has no interval passes in what is left."""
@@ -169,9 +173,8 @@ class Programme:
                     terms[column] += weight * value
                     over_all[column] += weight * value
             if terms:
-                if not interval % 2:
-                    terms[self.pauses[interval // 2]] -= self.unit
-                self.rows.add(dict(terms), self.fixed[interval])
+                limit = self._within(interval, terms)
+                self.rows.add(dict(terms), limit)
         if over_all or constant:
             for pause in self.pauses:
                 over_all[pause] -= self.unit

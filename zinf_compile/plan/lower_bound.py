@@ -57,15 +57,18 @@ def lower_bound(problem: StepProblem, *, cells: int = CELLS, idle_links: bool = 
     `idle_links`: `busy` is that of a second solution, at fewer moments in a large problem, in which links move little that they
     need not. Without it they may.
     """
-    bound = _Programme(problem, cells).solve(idle=0.0)
+    programme = _Programme(problem, cells)
+    bound = programme.solve()
     if not idle_links:
         return bound
-    return Bound(bound.seconds, _Programme(problem, min(cells, BUSY_CELLS)).solve(idle=IDLE).busy)
+    smaller = programme if cells <= BUSY_CELLS else _Programme(problem, BUSY_CELLS)
+    return Bound(bound.seconds, smaller.solve(idle=IDLE).busy)
 
 
 class _Programme(UpdatesProgramme):
-    def solve(self, *, idle: float) -> Bound:
-        """Write all rows, and return the solution where a second of a link costs `idle` beside one of the step."""
+    def __init__(self, problem: StepProblem, cells: int) -> None:
+        """Write all rows."""
+        super().__init__(problem, cells)
         for place, region in enumerate(self.checked):
             for interval in (2 * place, 2 * place + 1):
                 self.taken[interval] += self.problem.regions[region].workspace_bytes
@@ -76,6 +79,9 @@ class _Programme(UpdatesProgramme):
         self._add_gradients()
         self.add_updates()
         self.add_limits()
+
+    def solve(self, *, idle: float = 0.0) -> Bound:
+        """Return the solution where a second of a link costs `idle` beside one of the step."""
         costs = np.zeros(len(self.upper))
         costs[self.pauses] = self.unit
         flows = self._flows()

@@ -78,7 +78,7 @@ def stretch(problem: StepProblem, blocks: str, count: int) -> StepProblem:
 
     One micro-batch of one graph, forward and backward. Raises `PlanError` where blocks differ or are more.
     """
-    number = re.compile(rf"\b{re.escape(blocks)}\.(\d+)\b")
+    number = _numbered(blocks)
     if not (there := count_blocks(problem, blocks)):
         raise PlanError(f"no parameter is in a list {blocks!r}; accepted: the name of a list of blocks, such as 'layers'")
     if len(lists := _lists(problem, blocks)) > 1:
@@ -122,8 +122,11 @@ def stretch(problem: StepProblem, blocks: str, count: int) -> StepProblem:
 
 def count_blocks(problem: StepProblem, blocks: str) -> int:
     """Return how many blocks the list of this name has."""
-    number = re.compile(rf"\b{re.escape(blocks)}\.(\d+)\b")
-    return len({found for unit in problem.units for found in number.findall(unit.name)[:1]})
+    return len({found for unit in problem.units for found in _numbered(blocks).findall(unit.name)[:1]})
+
+
+def _numbered(blocks: str) -> re.Pattern[str]:
+    return re.compile(rf"\b{re.escape(blocks)}\.(\d+)\b")
 
 
 def _lists(problem: StepProblem, blocks: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.plan import Homes
@@ -24,38 +24,43 @@ def near_homes(problem: StepProblem, homes: Homes, *, parts: int) -> list[Choice
     items = [item for kind in by_kind(problem) for item in kind]
     part = sum(size for _, _, size in items) / parts
     found: list[Homes] = []
+    place, away = problem.tiers.index, farthest(problem)
+
+    def sent(kind: str, tier: Tier) -> Homes | None:
+        """Return the homes with the last items of a kind that live on the tier as far away as they may."""
+        far = getattr(away, kind)
+        return _moved(homes, items[::-1], kind, part, lambda names, now: far[names[0]] if now == tier else now)
+
+    def brought(start: Homes, kind: str, tier: Tier) -> Homes | None:
+        """Return homes with the first items of a kind that live farther away on the tier."""
+
+        def to(names: Sequence[str], now: Tier) -> Tier:
+            return tier if place(now) > place(tier) and may_live(problem, kind, names, tier) else now
+
+        return _moved(start, items, kind, part, to)
+
     for tier in problem.tiers[:-1]:
-        starts = [homes, *(_without(problem, homes, items, kind, tier, part) for kind in KINDS)]
-        for start in filter(None, starts):
-            for kind in KINDS:
-                brought = _with(problem, start, items, kind, tier, part)
-                if brought is not None and brought not in found and brought != homes:
-                    found.append(brought)
+        for start in filter(None, [homes, *(sent(kind, tier) for kind in KINDS)]):
+            for new in filter(None, (brought(start, kind, tier) for kind in KINDS)):
+                if new not in found and new != homes:
+                    found.append(new)
     rated = [Choice(each, *least_seconds(problem, each)) for each in found if fits(problem, each)]
     return sorted(rated, key=lambda choice: (choice.least, choice.moved))
 
 
-def _with(problem: StepProblem, homes: Homes, items: Sequence[Item], kind: str, tier: Tier, part: float) -> Homes | None:
-    """Return homes with the first items of a kind that live farther away, about `part` bytes, on a tier; None: there are none."""
-    table, taken, place = dict(getattr(homes, kind)), 0, problem.tiers.index
+def _moved(
+    homes: Homes, items: Sequence[Item], kind: str, part: float, to: Callable[[Sequence[str], Tier], Tier]
+) -> Homes | None:
+    """Return homes in which the first items of a kind that move, about `part` bytes, have done so; None where none does.
+
+    `to`: the tier to which an item moves, given its names and where it is.
+    """
+    table, taken = dict(getattr(homes, kind)), 0
     for own, names, size in items:
-        if own != kind or place(table[names[0]]) <= place(tier) or not may_live(problem, kind, names, tier):
+        if own != kind or (new := to(names, table[names[0]])) == table[names[0]]:
             continue
         if taken and taken + size > part:
             break
-        table.update(dict.fromkeys(names, tier))
-        taken += size
-    return dataclasses.replace(homes, **{kind: table}) if taken else None
-
-
-def _without(problem: StepProblem, homes: Homes, items: Sequence[Item], kind: str, tier: Tier, part: float) -> Homes | None:
-    """Return homes with the last items of a kind that live on a tier, about `part` bytes, as far away as they may."""
-    table, taken, away = dict(getattr(homes, kind)), 0, getattr(farthest(problem), kind)
-    for own, names, size in reversed(items):
-        if own != kind or table[names[0]] != tier or away[names[0]] == tier:
-            continue
-        if taken and taken + size > part:
-            break
-        table.update((name, away[name]) for name in names)
+        table.update(dict.fromkeys(names, new))
         taken += size
     return dataclasses.replace(homes, **{kind: table}) if taken else None

@@ -92,7 +92,7 @@ def cached_prefetch(problem: StepProblem) -> Plan:
             if best is None or seconds < best[0] * (1 - 1e-9):
                 best = seconds, plan
         planned += found
-    if best is not None and problem.pieces:
+    if best is not None:
         best = _improved(problem, best, effort)
     if best is not None and effort.largest:
         with contextlib.suppress(BudgetError):
@@ -121,7 +121,7 @@ def _improved(problem: StepProblem, best: tuple[float, Plan], effort: Effort) ->
                 seen.append(choice.homes)
                 found = [(step_seconds(problem, plan), plan) for plan in _plans(problem, choice.homes, effort)]
                 tried += bool(found)
-                best = min(best, *found, key=lambda row: row[0]) if found else best
+                best = min([best, *found], key=lambda row: row[0])
             left -= tried
             gained = best[0] * WORTH < before
     return best
