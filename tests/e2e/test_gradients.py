@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from training import BACKEND, adamw, assert_same, assert_same_models, in_place, plain_step, train_both, twins, whole_gradient
 
 import zinf_compile
+from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.sharded.gradient import ShardedGradient
 
 pytestmark = pytest.mark.keeps_graphs
@@ -181,6 +183,11 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "saved and loaded": saved_and_loaded,
     "whole of a sum": lambda grad: grad + torch.ones(grad.shape),
     "transposed": lambda grad: grad.t() * 1.0,
+    "times a column": lambda grad: grad * torch.arange(float(grad.shape[0])).view(-1, 1),
+    "beside a row": lambda grad: torch.where(torch.arange(grad.shape[1]) % 2 == 0, grad, 0.0),
+    "without its rows' means": lambda grad: grad - grad.mean(1, keepdim=True),
+    "over one number": lambda grad: grad / torch.full((1, 1), 3.0),
+    "beside wider rows": lambda grad: grad + torch.ones(grad.shape[1], dtype=torch.float64),
 }
 
 
@@ -192,6 +199,14 @@ def test_a_gradient_is_read_as_eagers_on_one_process(name: str) -> None:
         result = READS[name](model.first.weight.grad)
         results.append(result.full_tensor() if isinstance(result, ShardedGradient) else result)
     assert_same(name, *results)
+
+
+@pytest.mark.parametrize("shape", [(2, 13, 7), (7, 1), (1, 1, 1), (14,)])
+def test_arithmetic_that_would_change_the_shape_of_a_gradient_is_refused(shape: tuple[int, ...]) -> None:
+    model = both(Mlp)[1]
+    model(*vectors(0)).backward()
+    with pytest.raises(PartitionedParameterError, match=rf"a tensor of shape {re.escape(str(list(shape)))} would give"):
+        model.first.weight.grad * torch.ones(shape)
 
 
 def test_gradients_scaled_replaced_and_removed_by_hand() -> None:

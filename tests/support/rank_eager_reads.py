@@ -54,6 +54,15 @@ REFUSED: dict[str, tuple[Act, str]] = {
     "transposed": (lambda g: g.t(), "t()"),
 }
 
+BROADCAST: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a column": lambda g: g.mul_(torch.arange(13.0).view(13, 1)),
+    "a row": lambda g: g.add_(torch.arange(float(IN))),
+    "a row of a matrix": lambda g: g.sub_(torch.arange(float(IN)).view(1, IN)),
+    "one element": lambda g: g.div_(torch.full((1, 1), 3.0)),
+    "some rows": lambda g: g.masked_fill_(torch.arange(13).view(13, 1) % 3 == 0, 2.0),
+}
+"""Changes by whole tensors that are broadcast."""
+
 
 def read_gradients(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return the error of each refusal; check numbers of gradients against those of whole gradients."""
@@ -81,6 +90,11 @@ def read_gradients(rank: int, world: int, options: dict[str, Any]) -> dict[str, 
 
     model.zero_grad()
     model(*vectors(0, rank)).backward()
+    for name, act in BROADCAST.items():
+        expected, found = model.first.weight.grad.full_tensor(), model.first.weight.grad.clone()
+        for changed in (expected, found):
+            act(changed)
+        assert torch.equal(found.full_tensor(), expected), name
     torch.manual_seed(5)
     noise = torch.randn_like(model.first.weight.grad)
     torch.manual_seed(5)

@@ -122,16 +122,25 @@ def _first(args: Sequence[Any]) -> Any:
 
 
 def _local_argument(value: Any, unit: Unit) -> Any:
+    """Return what stands for an argument beside a shard of the unit: a whole tensor is broadcast to its shape, and cut."""
     if isinstance(value, ShardedGradient):
         return value.local()
-    if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == unit.shape:
-        return as_kept(unit.local_part(value), unit)
-    if isinstance(value, torch.Tensor) and value.numel() > 1:
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    if value.numel() == 1 and value.dim() <= len(unit.shape):
+        return value.reshape(1)  # not without dimensions: types are promoted otherwise beside those
+    if not _broadcasts(value.shape, unit.shape):
         raise PartitionedParameterError(
             f"the gradient of {unit.name}, shape {list(unit.shape)}, is partitioned; arithmetic with a tensor of shape "
-            f"{list(value.shape)} would broadcast over it. Use a tensor of the same shape, a scalar, or full_tensor()"
+            f"{list(value.shape)} would give it another shape. Use a tensor of its shape or that broadcasts to it, a scalar, or "
+            "full_tensor()"
         )
-    return value
+    return as_kept(unit.local_part(value.expand(unit.shape)), unit)
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Say whether a tensor of a shape can be expanded to another one."""
+    return len(shape) <= len(to) and all(one in (1, other) for one, other in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
