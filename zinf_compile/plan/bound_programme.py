@@ -131,7 +131,7 @@ class Programme:
         lanes: dict[str, list[str]] = defaultdict(list)
         for link in problem.links:
             lanes[link.on_lane].append(link.name)
-        combined = [dict.fromkeys(names, 1.0) for names in lanes.values()] + _pairs(problem)
+        combined = [dict.fromkeys(names, 1.0) for names in lanes.values()] + pairs(problem)
         if "update" in self.total:
             combined.append({"update": 1.0})
         for weights in combined:
@@ -186,7 +186,7 @@ def seconds_of(link: Link, count: float, units: int) -> float:
     return units * link.latency_seconds + count * link.sharers / link.bytes_per_second if count else 0.0
 
 
-def _pairs(problem: StepProblem) -> list[dict[str, float]]:
+def pairs(problem: StepProblem) -> list[dict[str, float]]:
     """Return weights of two links that slow each other down: the seconds that each would take alone, times these, fit into time.
 
     With slowdowns a and b both move 1/a and 1/b of what they move alone. The weights are those of the lines from there to the

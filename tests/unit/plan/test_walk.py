@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from plan_cases import training
 
-from zinf_compile.plan.planners import cached_prefetch
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan.occupancy import occupied
+from zinf_compile.plan.plan import Kind
+from zinf_compile.plan.planners import cached_prefetch, just_in_time
 from zinf_compile.plan.planners._build import ahead_by, build, farthest
 from zinf_compile.plan.planners._from_walk import moved_by
 from zinf_compile.plan.planners._gaps import find_gaps
 from zinf_compile.plan.planners._residency import best_walk
+from zinf_compile.plan.planners._walk import Gap, Walk
 from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Allowed
 from zinf_compile.plan.simulate import step_seconds
 from zinf_compile.plan.verify import verify
 
@@ -58,3 +64,40 @@ def test_a_gradient_has_longer_to_leave_where_many_gathers_are_before_it() -> No
     plan = cached_prefetch(finer)
     assert not verify(finer, plan)
     assert step_seconds(finer, plan) <= 1.05 * finer.compute_seconds
+
+
+def test_compute_waits_until_a_saved_value_has_left_where_its_memory_is_needed() -> None:
+    """Region 1 has no room beside what leaves in front of it for 2 s; region 3 needs it back, which takes 1 s."""
+    value = Gap(
+        key="saved x",
+        last=0,
+        next=3,
+        kept=(4,),
+        moving=(4,),
+        path=((0, 1.0),),
+        leaves=((0, 2.0),),
+        leaving=(4,),
+    )
+    walk = Walk([1.0] * 4, [10], [np.array([6, 8, 8, 6, 0])], lanes=1)
+    found = walk.run([value], frozenset())
+    assert found is not None
+    assert found.seconds == 4 + 2 + 1
+    assert [(move.gone, move.start) for move in found.moves] == [(1, 3)]
+    assert walk.run([value], frozenset([0])) is None, "it cannot stay"
+    assert walk.leave_out([2])
+    assert not walk.leave_out([1]), "8 of 7 bytes"
+
+
+def test_saved_values_leave_for_the_drive_where_the_host_is_full() -> None:
+    """8,000 bytes of them, 2,000 too many for the device; gradients and states leave 1,000 on the host, where they pass."""
+    problem = training(7, 8, tiers=3, device=1.0, host=1.0)
+    problem = dataclasses.replace(
+        problem,
+        saved=tuple(dataclasses.replace(value, bytes=1000) for value in problem.saved),
+        allowed=Allowed(params=(Tier.DEVICE,), grads=(Tier.HOST,), states=(Tier.HOST,)),
+    )
+    least = {tier: int(moments.max()) for tier, moments in occupied(problem, just_in_time(problem)).items()}
+    full = problem.with_budgets(device=least[Tier.DEVICE] - 2000, host=least[Tier.HOST] + 1000)
+    plan = cached_prefetch(full)
+    assert not verify(full, plan)
+    assert {store.to for store in plan.local.stores if store.kind is Kind.SAVED} == {Tier.HOST, Tier.NVME}

@@ -51,8 +51,8 @@ class Moved:
         return dataclasses.replace(plan, shared=dataclasses.replace(plan.shared, resident=self.resident))
 
 
-def moved_by(problem: StepProblem, homes: Homes, all_moves: Iterable[Move]) -> Moved:
-    """Return what stays and what is stored if everything stays but what is moved."""
+def moved_by(problem: StepProblem, homes: Homes, all_moves: Iterable[Move], *, far_saved: bool = False) -> Moved:
+    """Return what stays and what is stored if everything stays but what is moved; `far_saved` as the gaps were found."""
     count = problem.count
     moves: dict[str, list[Move]] = {}
     for move in all_moves:
@@ -76,7 +76,7 @@ def moved_by(problem: StepProblem, homes: Homes, all_moves: Iterable[Move]) -> M
         if key.startswith(SAVED):
             (move,), name = own, key.removeprefix(SAVED)
             value = problem.value[name]
-            tier = away(problem, value)
+            tier = away(problem, value, far=far_saved)
             assert tier is not None
             saved_stays.append(Stay(name, move.start, move.gap.next, value.used_in[-1] + 1))
             for link in problem.hops(problem.device, tier):

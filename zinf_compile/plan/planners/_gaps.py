@@ -27,10 +27,10 @@ class Gaps:
     gaps: list[Gap]
 
 
-def find_gaps(problem: StepProblem, homes: Homes, base: Plan, *, fixed: Collection[str] = ()) -> Gaps:
+def find_gaps(problem: StepProblem, homes: Homes, base: Plan, *, fixed: Collection[str] = (), far_saved: bool = False) -> Gaps:
     """Return the gaps of units and saved values. `base` moves all units just in time, and keeps all saved values.
 
-    `fixed`: saved values that the caller decides about.
+    `fixed`: saved values that the caller decides about. `far_saved`: the others leave as far as they may.
     """
     memories = [tier for tier in problem.tiers if tier.in_memory]
     lanes = {name: number for number, name in enumerate(dict.fromkeys(link.on_lane for link in problem.links))}
@@ -52,7 +52,7 @@ def find_gaps(problem: StepProblem, homes: Homes, base: Plan, *, fixed: Collecti
         _loads(problem, base, lanes),
     )
     for value in problem.saved:
-        if value.name not in fixed and (gap := _of_saved(problem, value, memories, lanes)) is not None:
+        if value.name not in fixed and (gap := _of_saved(problem, value, memories, lanes, far=far_saved)) is not None:
             found.append(gap)
             walk.take(walk.base[0], value.bytes, gap.last + 1, gap.next)  # `base` has it; `take` subtracts
     for memory, room in enumerate(walk.rooms):
@@ -124,9 +124,9 @@ def _of_unit(
     return found
 
 
-def _of_saved(problem: StepProblem, value: SavedValue, memories: list[Tier], lanes: dict[str, int]) -> Gap | None:
+def _of_saved(problem: StepProblem, value: SavedValue, memories: list[Tier], lanes: dict[str, int], *, far: bool) -> Gap | None:
     """Return the longest gap of a saved value, if it may leave; it stays in the others."""
-    tier = away(problem, value)
+    tier = away(problem, value, far=far)
     if tier is None or not value.used_in:
         return None
     last, after = max(gaps((value.made_in, *value.used_in), problem.count, cyclic=False), key=lambda gap: gap[1] - gap[0])
@@ -150,6 +150,7 @@ def _of_saved(problem: StepProblem, value: SavedValue, memories: list[Tier], lan
     )
 
 
-def away(problem: StepProblem, value: SavedValue) -> Tier | None:
-    """Return the nearest tier to which a saved value may be offloaded."""
-    return next((tier for tier in problem.tiers[1:] if not value.choices or tier in value.choices), None)
+def away(problem: StepProblem, value: SavedValue, *, far: bool = False) -> Tier | None:
+    """Return the nearest tier to which a saved value may be offloaded, or the farthest."""
+    tiers = problem.tiers[:0:-1] if far else problem.tiers[1:]
+    return next((tier for tier in tiers if not value.choices or tier in value.choices), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from zinf_compile.ir.tiers import Tier
@@ -16,6 +16,7 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.update_traffic import update_traffic
 
 from ._build import farthest, update_tier
+from ._expected import Expected
 
 Item = tuple[str, tuple[str, ...], int]
 """A field of `Homes`, the names under it that move together, and their bytes."""
@@ -26,6 +27,8 @@ class Choice:
     """Homes, and the seconds below which no step with them can be."""
 
     homes: Homes
+    expected: float
+    """Seconds that a step with them is expected to take."""
     least: float
     moved: float
     """Seconds of all links together."""
@@ -38,8 +41,13 @@ def choices(problem: StepProblem, *, rungs: int) -> list[Choice]:
     for order in _orders(problem):
         for homes in _filled(problem, farthest(problem), order, nearer, rungs):
             found.setdefault(_key(homes), homes)
-    rated = [Choice(homes, *least_seconds(problem, homes)) for homes in found.values() if fits(problem, homes)]
-    return sorted(rated, key=lambda choice: (choice.least, choice.moved))
+    return rated(problem, [homes for homes in found.values() if fits(problem, homes)], Expected(problem))
+
+
+def rated(problem: StepProblem, found: Iterable[Homes], expected: Expected) -> list[Choice]:
+    """Return choices of homes, the most promising first."""
+    choices = [Choice(homes, expected.seconds(homes), *least_seconds(problem, homes)) for homes in found]
+    return sorted(choices, key=lambda choice: (choice.expected, choice.least, choice.moved))
 
 
 def _key(homes: Homes) -> tuple[object, ...]:

@@ -95,6 +95,12 @@ class Walk:
         self.base = [np.asarray(each, dtype=np.int64) for each in base]
         self.free = [room - each for room, each in zip(self.rooms, self.base, strict=True)]
 
+    def leave_out(self, sizes: Sequence[int]) -> bool:
+        """Use so many bytes less of each memory; return whether what is there without any gap still fits."""
+        self.rooms = [room - size for room, size in zip(self.rooms, sizes, strict=True)]
+        self.free = [free - size for free, size in zip(self.free, sizes, strict=True)]
+        return not any((free < 0).any() for free in self.free)
+
     def room(self, kept: Sequence[Gap]) -> list[npt.NDArray[np.int64]] | None:
         """Return the bytes that are left at each moment with these gaps kept; None where they do not fit."""
         found = [each.copy() for each in self.free]
@@ -169,15 +175,15 @@ class _Run:
                 begins.append(now)
             for key in leaving_at.get(boundary, ()):
                 self._leave(key, boundary, now)
+            while self.leaving and not self._fits_now(boundary):
+                now = self._wait_for_first(boundary, now)
             while head < len(self.queue):
                 due, period, number = self.queue[head]
                 gap = self.gaps[number]
                 if boundary < max(gap.earliest, gap.last + 1) + period * count:
                     break
                 while not (fits := self._fits(gap.moving, boundary, due)) and due <= boundary and self.leaving:
-                    first = min(self.leaving, key=lambda key: self.leaving[key])
-                    now = max(now, self.leaving[first])
-                    self._has_left(first, boundary)
+                    now = self._wait_for_first(boundary, now)
                 if not fits:
                     if due <= boundary:
                         return None
@@ -216,6 +222,17 @@ class _Run:
             return True
         first, last = self._moment(start), self._moment(end - 1) + 1
         return all(not size or int(self.left[memory][first:last].min()) >= size for memory, size in enumerate(sizes))
+
+    def _fits_now(self, boundary: int) -> bool:
+        """Say whether there is room for what is in memory while the region behind a boundary runs."""
+        return all(left[self._moment(boundary)] >= 0 for left in self.left)
+
+    def _wait_for_first(self, boundary: int, now: float) -> float:
+        """Let compute wait until the first of what is leaving has left; return when that is."""
+        first = min(self.leaving, key=lambda key: self.leaving[key])
+        now = max(now, self.leaving[first])
+        self._has_left(first, boundary)
+        return now
 
     def _change(self, sizes: tuple[int, ...], start: int, end: int, sign: int) -> None:
         if end > start:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ from zinf_compile.plan.plan import Homes, Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.simulate import step_seconds
 
-from ._build import Stay, ahead_by, at_step, build, shortage
+from ._build import Stay, ahead_by, at_step, build, farthest, shortage
+from ._expected import Expected
 from ._from_walk import moved_by
-from ._gaps import Gaps, find_gaps
-from ._homes import choices
-from ._near_homes import near_homes
+from ._gaps import Gaps, away, find_gaps
+from ._homes import choices, fits
+from ._near_homes import climb, near_homes
 from ._residency import best_walk
 from ._updates import deferred
 from .just_in_time import just_in_time
@@ -32,6 +34,8 @@ FAR, NEAR = (64, 16), (4, 1)
 """Regions in which a gradient has left the device: of all of `FAR` and the most of `NEAR` that fit, a walk says which is best."""
 WORTH = 1.002
 """What homes near the best ones must gain so that others near these are tried."""
+ROUNDS = 3
+"""Walks until one's plan fits: what passes the host on its way back has memory there a little longer than a walk counts."""
 GAIN = 1.01
 """What more regions must gain: until a gradient has left, its memory is not there for what stays or comes early."""
 
@@ -49,6 +53,10 @@ class Effort:
     """Choices of homes that are planned at most."""
     halvings: int = 0
     """Further rooms, each half of the one above: of many large units a small part only fits."""
+    far: bool = False
+    """Whether saved values leave for the farthest tier in further plans, where they fit on the nearest as well."""
+    climbs: int = 0
+    """Choices of the ladder from which a climb begins."""
     near: int = 0
     """Further choices that are planned at most: near the best one of these."""
     walks: int | None = None
@@ -69,9 +77,9 @@ def effort_for(problem: StepProblem) -> Effort:
             return Effort(48, few, 1, 1, largest=True)
         return Effort(24, (0.0, 0.5, 1.0, 1.5), 1, 1, largest=True) if size < 500 else Effort(8, (0.5, 1.0), 1, 1)
     if size < 100:
-        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 1.6, 2.0), near=8 if size < 40 else 24)
+        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 1.6, 2.0), far=True, climbs=3, near=18)
     if size < 500:
-        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 2.0), near=24)
+        return Effort(6, (0.0, 1.0), 8, 6, largest=True, done=(0.0, 2.0), far=True, climbs=3, near=8)
     if size < 3000:
         return Effort(4, (1.0,), 8, 4, halvings=6)
     return Effort(4, (1.0,), 8, 3, halvings=6, walks=1)
@@ -79,73 +87,117 @@ def effort_for(problem: StepProblem) -> Effort:
 
 def cached_prefetch(problem: StepProblem) -> Plan:
     """Return the fastest plan found; raise `BudgetError` where not even moving everything just in time fits."""
-    effort = effort_for(problem)
-    best: tuple[float, Plan] | None = None
-    planned = 0
-    for choice in choices(problem, rungs=effort.home_rungs):
-        if best is not None and (planned >= effort.plans or choice.least >= best[0] * (1 - 1e-9)):
-            break
-        found = False
-        for plan in _plans(problem, choice.homes, effort):
-            found = True
-            seconds = step_seconds(problem, plan)
-            if best is None or seconds < best[0] * (1 - 1e-9):
-                best = seconds, plan
-        planned += found
-    if best is not None:
-        best = _improved(problem, best, effort)
-    if best is not None and effort.largest:
-        with contextlib.suppress(BudgetError):
-            other = dataclasses.replace(largest_first(problem), planner=NAME)
-            best = min(best, (step_seconds(problem, other), other), key=lambda row: row[0])
-    if best is None:
+    search = _Search(problem, effort_for(problem))
+    search.try_ladder()
+    search.try_climbs()
+    search.try_near()
+    if search.best is None:
         try:
             return dataclasses.replace(just_in_time(problem), planner=NAME)
         except BudgetError as error:
             raise BudgetError(str(error).replace("'just_in_time'", repr(NAME))) from None
-    return best[1]
+    if search.effort.largest:
+        with contextlib.suppress(BudgetError):
+            search.take(dataclasses.replace(largest_first(problem), planner=NAME))
+    return search.best[1]
 
 
-def _improved(problem: StepProblem, best: tuple[float, Plan], effort: Effort) -> tuple[float, Plan]:
-    """Return the best plan with homes near those of the best until then, with finer parts than those of the ladder."""
-    left, seen = effort.near, [best[1].local.homes]
-    for parts in (3 * effort.home_rungs, 6 * effort.home_rungs):
-        gained = True
-        while gained and left > 0:
-            before, tried = best[0], 0
-            for choice in near_homes(problem, best[1].local.homes, parts=parts):
-                if best[0] < before or tried == effort.near // 3:
-                    break
-                if choice.least >= best[0] * (1 - 1e-9) or choice.homes in seen:
-                    continue
-                seen.append(choice.homes)
-                found = [(step_seconds(problem, plan), plan) for plan in _plans(problem, choice.homes, effort)]
-                tried += bool(found)
-                best = min([best, *found], key=lambda row: row[0])
-            left -= tried
-            gained = best[0] * WORTH < before
-    return best
+class _Search:
+    """The fastest plan found so far, and the homes that were planned."""
+
+    def __init__(self, problem: StepProblem, effort: Effort) -> None:
+        self.problem, self.effort = problem, effort
+        self.best: tuple[float, Plan] | None = None
+        self._seen: list[Homes] = []
+        self._choices = choices(problem, rungs=effort.home_rungs)
+
+    def take(self, plan: Plan) -> None:
+        """Keep a plan if it is the fastest."""
+        seconds = step_seconds(self.problem, plan)
+        if self.best is None or seconds < self.best[0] * (1 - 1e-9):
+            self.best = seconds, plan
+
+    def try_ladder(self) -> None:
+        """Plan the most promising homes of the ladder that fit."""
+        planned = 0
+        for choice in self._choices:
+            if planned == self.effort.plans:
+                break
+            planned += self._try(choice.homes, choice.least)
+
+    def try_climbs(self) -> None:
+        """Plan homes reached from the most promising ones of the ladder, and from the farthest."""
+        if not self.effort.climbs:
+            return
+        expected = Expected(self.problem)
+        found = (choice.homes for choice in self._choices if self._fit_deferred(choice.homes))
+        for start in [*itertools.islice(found, self.effort.climbs), farthest(self.problem)]:
+            self._try(climb(self.problem, start, expected, self._fit_deferred))
+
+    def try_near(self) -> None:
+        """Plan homes near those of the best plan until then, with finer parts than those of the ladder."""
+        left, expected = self.effort.near, Expected(self.problem)
+        for parts in (3 * self.effort.home_rungs, 6 * self.effort.home_rungs):
+            gained = self.best is not None
+            while gained and left > 0 and self.best is not None:
+                before, tried = self.best[0], 0
+                for choice in near_homes(self.problem, self.best[1].local.homes, expected, parts=parts):
+                    if self.best[0] < before or tried == self.effort.near // 3:
+                        break
+                    tried += self._try(choice.homes, choice.least)
+                left -= tried
+                gained = self.best[0] * WORTH < before
+
+    def _try(self, homes: Homes, least: float = 0.0) -> bool:
+        """Plan homes that were not planned before, unless no plan can be faster with them; return whether any fits."""
+        if homes in self._seen or (self.best is not None and least >= self.best[0] * (1 - 1e-9)):
+            return False
+        self._seen.append(homes)
+        found = False
+        for plan in _plans(self.problem, homes, self.effort):
+            found = True
+            self.take(plan)
+        return found
+
+    def _fit_deferred(self, homes: Homes) -> bool:
+        """Say whether homes fit where updates are deferred and everything else moves just in time."""
+        if not fits(self.problem, homes):
+            return False
+        way = _Way(self.problem, homes, _reaches(self.problem)[-1], 1, late=True, done=0.0)
+        return _gaps(self.problem, homes, ahead_by(self.problem, homes, {}), way) is not None
 
 
 def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]:
-    """Yield plans with these homes: with all updates behind the last region, with deferred ones, and with late writes."""
+    """Yield plans with these homes: with all updates behind the last region, with deferred ones, and with late writes.
+
+    Saved values leave for the nearest tier. Where that is not the farthest one, they leave for it in further plans, those of a
+    smaller effort only where else nothing fits.
+    """
     stays = ahead_by(problem, homes, {})
     reaches = _reaches(problem)
+    several = any(away(problem, value) != away(problem, value, far=True) for value in problem.saved)
     for late, done in ((False, 0.0), *((True, done) for done in effort.done)) if problem.pieces else ((False, 0.0),):
         if _gaps(problem, homes, stays, _Way(problem, homes, reaches[-1], 1, late=late, done=done)) is None:
             continue  # nor do the others fit, which take more memory
         found: list[tuple[float, Plan]] = []
-        for reach in reaches:
-            ways = (_Way(problem, homes, reach, buffers, late=late, done=done) for buffers in range(CHUNK_BUFFERS, 0, -1))
-            walked = next(filter(None, (_walked(problem, homes, stays, way, effort) for way in ways)), None)
-            if walked is not None:
-                found.append(walked)
-            if found and reach[0] not in FAR:
+        for far in (False, True) if several else (False,):
+            if far and found and not effort.far:
                 break
-        if found:
-            near = found[-1]
-            best = min(found, key=lambda row: row[0])
-            yield best[1] if best[0] * GAIN < near[0] else near[1]
+            found = []
+            for reach in reaches:
+                ways = (
+                    _Way(problem, homes, reach, buffers, late=late, done=done, far_saved=far)
+                    for buffers in range(CHUNK_BUFFERS, 0, -1)
+                )
+                walked = next(filter(None, (_walked(problem, homes, stays, way, effort) for way in ways)), None)
+                if walked is not None:
+                    found.append(walked)
+                if found and reach[0] not in FAR:
+                    break
+            if found:
+                near = found[-1]
+                best = min(found, key=lambda row: row[0])
+                yield best[1] if best[0] * GAIN < near[0] else near[1]
 
 
 def _walked(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way, effort: Effort) -> tuple[float, Plan] | None:
@@ -154,27 +206,43 @@ def _walked(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way
     if found is None:
         return None
     rungs, reserves, halvings = effort.rungs, effort.reserves, effort.halvings
-    best = best_walk(found.walk, found.gaps, rungs=rungs, reserves=reserves, halvings=halvings, most=effort.walks)
-    if best is None:
-        return None
-    plan = moved_by(problem, homes, best[0].moves).plan(problem, planner=NAME, **way.given)
-    return None if shortage(problem, plan) else (best[0].seconds, plan)
+    for _ in range(ROUNDS):
+        best = best_walk(found.walk, found.gaps, rungs=rungs, reserves=reserves, halvings=halvings, most=effort.walks)
+        if best is None:
+            return None
+        plan = moved_by(problem, homes, best[0].moves, far_saved=way.far_saved).plan(problem, planner=NAME, **way.given)
+        lacking = shortage(problem, plan)
+        if not lacking:
+            return best[0].seconds, plan
+        if not found.walk.leave_out([lacking.get(tier, 0) for tier in problem.tiers if tier.in_memory]):
+            return None
+    return None
 
 
 class _Way:
     """When updates run, and how long gradients and pieces of states may be on their way: what `build` is given of it."""
 
     def __init__(
-        self, problem: StepProblem, homes: Homes, reach: tuple[int, int], buffers: int, *, late: bool, done: float
+        self,
+        problem: StepProblem,
+        homes: Homes,
+        reach: tuple[int, int],
+        buffers: int,
+        *,
+        late: bool,
+        done: float,
+        far_saved: bool = False,
     ) -> None:
         updates = deferred(problem, homes, buffers=buffers) if late else at_step(problem, homes)
         held, until = buffers if updates else 0, int(done * problem.count)
+        self.far_saved = far_saved
         self.given: dict[str, Any] = {"updates": updates, "buffers": held, "reach": reach, "done": until}
 
 
 def _gaps(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way) -> Gaps | None:
     """Return the gaps of what may stay or leave; None where even with all of it gone there is not enough memory."""
-    found = find_gaps(problem, homes, build(problem, homes, stays, planner=NAME, **way.given))
+    base = build(problem, homes, stays, planner=NAME, **way.given)
+    found = find_gaps(problem, homes, base, far_saved=way.far_saved)
     return None if any((free < 0).any() for free in found.walk.free) else found
 
 
