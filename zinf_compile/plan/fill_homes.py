@@ -15,6 +15,7 @@ from zinf_compile.ir.tiers import Tier
 
 from .plan import Homes
 from .planners._build import farthest
+from .planners._expected import Expected
 from .planners._homes import least_seconds
 from .problem import StepProblem
 
@@ -61,7 +62,7 @@ class Filled:
 
 
 def fill_homes(problem: StepProblem, check: Check, *, at_least: Check = no_bound) -> Filled:
-    """Return homes that fit, of which each step moves least over the busiest link.
+    """Return homes that fit, with which a step is expected to take least, and of these the ones that move least.
 
     Along each order of things, as many as fit live on the device, then as many on the host. The farthest homes are among the
     choices. Where none fits, those are returned for which the least memory is missing.
@@ -79,7 +80,8 @@ def fill_homes(problem: StepProblem, check: Check, *, at_least: Check = no_bound
         if chosen is not None:
             found.append(ladder.homes(*chosen))
     if found:
-        best = min(found, key=lambda homes: least_seconds(problem, homes))
+        expected = Expected(problem)
+        best = min(found, key=lambda homes: (expected.seconds(homes), *least_seconds(problem, homes)))
         return Filled(best, check(best))
     return _least_lacking(ladders, fits)
 
