@@ -80,10 +80,15 @@ def fill_homes(problem: StepProblem, check: Check, *, at_least: Check = no_bound
         if chosen is not None:
             found.append(ladder.homes(*chosen))
     if found:
-        expected = Expected(problem)
+        expected = Expected(problem, None if problem.host != problem.device else _all_on_drives)
         best = min(found, key=lambda homes: (expected.seconds(homes), *least_seconds(problem, homes)))
         return Filled(best, check(best))
     return _least_lacking(ladders, fits)
+
+
+def _all_on_drives(homes: Homes) -> bool:
+    """Say whether nothing lives in memory: where the device is the host, only then do updates run beside the regions."""
+    return not any(tier.in_memory for table in (homes.params, homes.grads, homes.states) for tier in table.values())
 
 
 class _Fits:
@@ -234,11 +239,14 @@ def orders(problem: StepProblem) -> list[list[Item]]:
             if problem.pieces_of[unit.name]
         ],
     }
-    by_kind = [item for kind in ("params", "grads", "states") if kind in free for item in items[kind]]
-    last = [item for kind in ("grads", "states", "params") if kind in free for item in items[kind]]
+
+    def in_order(*kinds: str) -> list[Item]:
+        return [item for kind in kinds if kind in free for item in items[kind]]
+
+    by_kind, last = in_order("params", "grads", "states"), in_order("grads", "states", "params")
     place = {unit.name: number for number, unit in enumerate(units)}
     bundles = sorted(by_kind, key=lambda item: place[item[1]])
-    return [by_kind, bundles, last]
+    return [by_kind, bundles, last, in_order("states", "grads", "params")]
 
 
 __all__ = ["Excess", "Filled", "fill_homes", "orders"]

@@ -53,6 +53,7 @@ def test_updates_that_cannot_be_deferred_are_beside_nothing() -> None:
     forward = max(4.0, 4 * 200 / read.bytes_per_second)
     backward = max(8.0, 4 * (200 / read.bytes_per_second + 400 / write.bytes_per_second))
     assert Expected(at_step).seconds(farthest(at_step)) == pytest.approx(forward + backward + behind)
+    assert Expected(problem, lambda homes: False).seconds(farthest(problem)) == pytest.approx(forward + backward + behind)
 
 
 def test_gathers_and_reductions_count() -> None:

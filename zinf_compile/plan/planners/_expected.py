@@ -8,6 +8,7 @@ Note: why by parts
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from zinf_compile.plan.bound_programme import pairs
 from zinf_compile.plan.plan import Homes
@@ -22,10 +23,13 @@ BESIDE, AFTER, BEHIND = range(3)
 
 
 class Expected:
-    """Rates homes of one problem."""
+    """Rates homes of one problem.
 
-    def __init__(self, problem: StepProblem) -> None:
-        self._problem = problem
+    `beside`: whether updates run beside the regions with given homes; None: with any.
+    """
+
+    def __init__(self, problem: StepProblem, beside: Callable[[Homes], bool] | None = None) -> None:
+        self._problem, self._beside = problem, beside
         first = [min((*unit.uses, *unit.gradients)) for unit in problem.units]
         border = max(first, default=-1) + 1
         seconds = [region.seconds for region in problem.regions]
@@ -62,12 +66,13 @@ class Expected:
         problem = self._problem
         links = [defaultdict(float, each) for each in self._ranks]
         compute, host = list(self._compute), [0.0] * len(self._compute)
+        defers = self._beside is None or self._beside(homes)
         for unit, (beside, after, handed), early in self._units:
             if needs_stays(unit, homes.params[unit.name], problem.device):
                 for link in problem.hops(homes.params[unit.name], problem.device):
                     from_drive = link.source is not None and not link.source.in_memory
                     seconds = link.seconds(unit.stored_bytes)
-                    links[BESIDE][link.name] += seconds * (beside - (handed if from_drive else 0))
+                    links[BESIDE][link.name] += seconds * (beside - (handed if from_drive and defers else 0))
                     links[AFTER][link.name] += seconds * after
             if unit.trained:
                 for link in problem.hops(problem.device, homes.grads[unit.name]):
@@ -75,7 +80,7 @@ class Expected:
                     links[BESIDE][link.name] += seconds * early
                     links[AFTER][link.name] += seconds * (len(unit.gradients) - early)
         for piece in problem.pieces:
-            on, part = update_tier(problem, homes.states[piece.name]), BESIDE if piece.deferrable else BEHIND
+            on, part = update_tier(problem, homes.states[piece.name]), BESIDE if piece.deferrable and defers else BEHIND
             traffic = update_traffic(problem, homes, piece, on)
             for link, count in (*traffic.reads, *traffic.writes):
                 links[part][link.name] += link.seconds(count)
