@@ -17,8 +17,6 @@ PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.dist
 """What they have imported where a device is: after a backward there PyTorch's threads for devices are not forked with it."""
 WARM = ["warm"]
 """What they have imported elsewhere: see there."""
-_TRACES_WITH_THREADS = torch.__version__ >= "2.14"
-"""Whether tracing a graph with its backward starts autograd's threads for devices on the CPU too. [torch 2.14.1]"""
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 """That of the process that they are forked from, whichever test is the first: it isn't told where to search for imports."""
 
@@ -26,7 +24,7 @@ _ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *filt
 def start_forked(target: Callable[..., Any], *args: Any) -> Any:
     """Call `target(*args)` in a process of its own, which a library's `multiprocessing.Process` stands for."""
     context = mp.get_context("forkserver")
-    threads = _TRACES_WITH_THREADS or "late" in sys.modules or torch.accelerator.is_available()
+    threads = "late" in sys.modules or torch.accelerator.is_available()
     context.set_forkserver_preload(PRELOADED if threads else WARM)
     process = context.Process(target=target, args=args, daemon=True)
     with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
