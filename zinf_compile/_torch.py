@@ -22,11 +22,7 @@ from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable also ba
 from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
 from torch._functorch import config as functorch_config  # two switches that aren't public
 from torch._functorch._aot_autograd import descriptors  # identity of graph inputs and outputs, without parsing names
-from torch._guards import (  # whether a compilation is a function's first; AOTAutograd's metadata; a context per region
-    CompileContext,
-    TracingContext,
-    tracing,
-)
+from torch._guards import CompileContext, TracingContext, tracing  # what is compiled; AOTAutograd's metadata; a region's own
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
 from torch.distributed import distributed_c10d  # the number of process groups has no public name
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -201,6 +197,11 @@ def keeps_autograd_graph() -> bool:
 def inside_ddp() -> bool:
     """Return whether a DistributedDataParallel module's forward is running."""
     return DistributedDataParallel._get_active_ddp_module() is not None
+
+
+def inside_dynamo() -> bool:
+    """Return whether Dynamo compiles in this thread. In code that isn't captured PyTorch 2.11's `is_compiling` is false then."""
+    return CompileContext.current_compile_id() is not None
 
 
 def is_first_variant() -> bool:

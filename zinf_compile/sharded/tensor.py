@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from zinf_compile._torch import never_compile_alone, no_torch_function, tree_leaves
+from zinf_compile._torch import inside_dynamo, never_compile_alone, no_torch_function, tree_leaves
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.units.shard_layout import DenseLayout
 from zinf_compile.runtime.units.shard_values import ParameterShard, ShardValues, pieces_of
@@ -159,7 +159,7 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         if any(issubclass(kind, nn.Parameter) for kind in types):
             return NotImplemented  # the parameter's own answers
-        if func is torch.Tensor.untyped_storage and torch.compiler.is_compiling():
+        if func is torch.Tensor.untyped_storage and (torch.compiler.is_compiling() or inside_dynamo()):
             # Dynamo describes a parameter with its gradient, which may be such a tensor: it reads nothing of the memory
             with no_torch_function():
                 return func(*args)
