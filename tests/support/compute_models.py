@@ -119,7 +119,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 
 def allocated_at_most(call: Callable[[], object]) -> int:
     """Return by how many bytes more than at its beginning PyTorch's allocator for the CPU held at the peak of a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    # acc_events: else PyTorch 2.11 warns that later cycles would drop the events of this one
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         call()
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
