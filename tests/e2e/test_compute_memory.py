@@ -24,7 +24,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 ALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **MODELS,
-    "t5": (lambda: WithLoss(t5()), lambda: causal(0, length=64)),
+    "t5": (lambda: WithLoss(t5(use_cache=False)), lambda: causal(0, length=64)),
 }
 
 SLICES = {"compute_shape": {"token_tile": "16KiB"}}

@@ -84,11 +84,11 @@ def bert() -> nn.Module:
     return hf.BertForMaskedLM(config)
 
 
-def t5() -> nn.Module:
-    """T5: encoder, decoder and one embedding for both."""
+def t5(*, use_cache: bool = True) -> nn.Module:
+    """T5: encoder, decoder and one embedding for both. Where `use_cache` copies a config PyTorch 2.11 breaks the graph."""
     config = hf.T5Config(
         vocab_size=WORDS, d_model=21, d_kv=7, d_ff=37, num_layers=2, num_heads=3, decoder_start_token_id=0, pad_token_id=0,
-        eos_token_id=2,
+        eos_token_id=2, use_cache=use_cache,
     )  # fmt: skip
     return hf.T5ForConditionalGeneration(config)
 
