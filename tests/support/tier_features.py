@@ -6,7 +6,7 @@ Both train on `places.place()`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from training import assert_same, plain_step
 from twin_models import Twins
+from versions import guards_requires_grad
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
@@ -144,11 +145,18 @@ def a_gradient_takes_part_in_arithmetic(away: Compile) -> None:
             act()
 
 
+def _learn(modules: Sequence[nn.Module], trained: bool) -> None:
+    """Freeze or thaw; where PyTorch would run the graph of before such a change, do what our error then says."""
+    for module in modules:
+        module.requires_grad_(trained)
+    if not guards_requires_grad:
+        torch.compiler.reset()
+
+
 def parameters_freeze_and_thaw(away: Compile) -> None:
     pair = Twins(Mlp, away)
     for number, trained in enumerate([True, False, True, False, True]):
-        for model in pair.models:
-            model.first.requires_grad_(trained)
+        _learn([model.first for model in pair.models], trained)
         pair.each(lambda model, optimizer, n=number: plain_step(model, optimizer, vectors(n)))  # type: ignore[misc]
 
 
@@ -156,8 +164,7 @@ def parameters_frozen_at_first(away: Compile) -> None:
     pair = Twins(CASES["frozen"].build, away)
     for number in range(4):
         if number == 2:
-            for model in pair.models:
-                model.requires_grad_(True)
+            _learn(pair.models, trained=True)
         pair.each(lambda model, optimizer, n=number: plain_step(model, optimizer, vectors(n)))  # type: ignore[misc]
 
 
