@@ -205,8 +205,17 @@ def test_a_gradient_is_read_as_eagers_on_one_process(name: str) -> None:
 def test_arithmetic_that_would_change_the_shape_of_a_gradient_is_refused(shape: tuple[int, ...]) -> None:
     model = both(Mlp)[1]
     model(*vectors(0)).backward()
-    with pytest.raises(PartitionedParameterError, match=rf"a tensor of shape {re.escape(str(list(shape)))} would give"):
+    with pytest.raises(PartitionedParameterError, match=rf"arithmetic with one of {re.escape(str(list(shape)))} is not"):
         model.first.weight.grad * torch.ones(shape)
+
+
+def test_arithmetic_of_two_gradients_of_other_shapes_is_refused() -> None:
+    model = both(Mlp)[1]
+    model(*vectors(0)).backward()
+    with pytest.raises(PartitionedParameterError, match="arithmetic with one of"):
+        model.first.weight.grad * model.first.bias.grad
+    with pytest.raises(PartitionedParameterError, match="Use a gradient or tensor of its shape"):
+        model.first.weight.grad.mul_(model.second.weight.grad)
 
 
 def test_gradients_scaled_replaced_and_removed_by_hand() -> None:

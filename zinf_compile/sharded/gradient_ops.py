@@ -124,18 +124,22 @@ def _first(args: Sequence[Any]) -> Any:
 def _local_argument(value: Any, unit: Unit) -> Any:
     """Return what stands for an argument beside a shard of the unit: a whole tensor is broadcast to its shape, and cut."""
     if isinstance(value, ShardedGradient):
+        _check_shape(value.unit.shape, unit, fits=value.unit.shape == unit.shape)
         return value.local()
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
     if value.numel() == 1 and value.dim() <= len(unit.shape):
-        return value.reshape(1)  # not without dimensions: types are promoted otherwise beside those
-    if not _broadcasts(value.shape, unit.shape):
-        raise PartitionedParameterError(
-            f"the gradient of {unit.name}, shape {list(unit.shape)}, is partitioned; arithmetic with a tensor of shape "
-            f"{list(value.shape)} would give it another shape. Use a tensor of its shape or that broadcasts to it, a scalar, or "
-            "full_tensor()"
-        )
+        return as_kept(value.reshape(1), unit)  # not without dimensions: types are promoted otherwise beside those
+    _check_shape(value.shape, unit, fits=_broadcasts(value.shape, unit.shape))
     return as_kept(unit.local_part(value.expand(unit.shape)), unit)
+
+
+def _check_shape(shape: Sequence[int], unit: Unit, *, fits: bool) -> None:
+    if not fits:
+        raise PartitionedParameterError(
+            f"the gradient of {unit.name}, shape {list(unit.shape)}, is partitioned; arithmetic with one of {list(shape)} is "
+            "not done on parts. Use a gradient or tensor of its shape, a tensor that broadcasts to it, a scalar, or full_tensor()"
+        )
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
@@ -225,6 +229,8 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
             return [local(item) for item in value]
         return value.on_host if on_host and isinstance(value, ShardedGradient) else _local_argument(value, unit)
 
+    shards: dict[int, Any] = {}  # whole tensors are cut once for all tiles
+
     def change_part(tile: Tile, part: torch.Tensor) -> None:
         device = part.device  # `cut` refers to itself: what it referred to else would stay until a garbage collection
 
@@ -232,8 +238,11 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
             if isinstance(value, list):
                 return [cut(item) for item in value]
             if isinstance(value, ShardedGradient):
+                _check_shape(value.unit.shape, unit, fits=value.unit.shape == unit.shape)
                 return value.part(tile)
-            own = _on(local(value), device)
+            if id(value) not in shards:
+                shards[id(value)] = _on(local(value), device)
+            own = shards[id(value)]
             return tile.part(own) if isinstance(own, torch.Tensor) and own.numel() == unit.shard_numel else own
 
         func([part] if foreach else part, *map(cut, args), **{k: cut(v) for k, v in kwargs.items()})

@@ -14,6 +14,7 @@ from zinf_compile.plan.planners._expected import Expected
 from zinf_compile.plan.planners._homes import by_kind, fits, held_bytes
 from zinf_compile.plan.planners._near_homes import climb, near_homes
 from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Allowed
 from zinf_compile.plan.simulate import step_seconds
 
 
@@ -65,6 +66,9 @@ def test_gathers_and_reductions_count() -> None:
     wire, reduced = problem.units[0].wire_bytes, problem.units[0].reduced_bytes
     ranks = 4 * (2 * gather.seconds(wire) + reduce.seconds(reduced))
     assert Expected(problem).seconds(near) == pytest.approx(ranks)
+    units = tuple(dataclasses.replace(unit, reduced_at_step=True) for unit in problem.units)
+    at_step = dataclasses.replace(problem, units=units, allowed=Allowed(grads=(Tier.DEVICE,)))
+    assert Expected(at_step).seconds(near) == pytest.approx(ranks), "behind the step, which nothing hides either"
 
 
 def names_of(problem: StepProblem) -> dict[str, list[str]]:

@@ -53,9 +53,14 @@ class Expected:
         gather, reduce = self._problem.link(None, self._problem.device), self._problem.link(self._problem.device, None)
         found: tuple[dict[str, float], ...] = tuple({gather.name: 0.0, reduce.name: 0.0} for _ in self._compute)
         for unit, (beside, after, _), early in self._units:
-            for part, uses, gradients in ((BESIDE, beside, early), (AFTER, after, len(unit.gradients) - early)):
-                found[part][gather.name] += uses * gather.seconds(unit.wire_bytes)
-                found[part][reduce.name] += gradients * reduce.seconds(unit.reduced_bytes)
+            found[BESIDE][gather.name] += beside * gather.seconds(unit.wire_bytes)
+            found[AFTER][gather.name] += after * gather.seconds(unit.wire_bytes)
+            reduced = reduce.seconds(unit.reduced_bytes)
+            if unit.reduced_at_step:
+                found[BEHIND][reduce.name] += reduced
+            else:
+                found[BESIDE][reduce.name] += early * reduced
+                found[AFTER][reduce.name] += (len(unit.gradients) - early) * reduced
         return found
 
     def seconds(self, homes: Homes) -> float:

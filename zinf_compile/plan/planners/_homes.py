@@ -33,6 +33,11 @@ class Choice:
     moved: float
     """Seconds of all links together."""
 
+    @property
+    def by_sums(self) -> tuple[float, float]:
+        """Return what orders choices by the sums over a whole step alone."""
+        return self.least, self.moved
+
 
 def choices(problem: StepProblem, *, rungs: int) -> list[Choice]:
     """Return choices of homes that fit by themselves, the most promising first."""

@@ -20,10 +20,11 @@ BETTER = 0.998
 """The part of the seconds below which a step of a climb counts."""
 
 
-def near_homes(problem: StepProblem, homes: Homes, expected: Expected, *, parts: int) -> list[Choice]:
+def near_homes(problem: StepProblem, homes: Homes, expected: Expected, *, parts: int, between: bool = True) -> list[Choice]:
     """Return homes in which one kind comes nearer by one part, and another one goes away by one or does not.
 
-    `parts`: how many of them all bytes are. The most promising come first.
+    `parts`: how many of them all bytes are; `between`: what goes away may do so to any farther tier, not to the farthest alone.
+    The most promising come first.
     """
     items = [item for kind in by_kind(problem) for item in kind]
     part = sum(size for _, _, size in items) / parts
@@ -47,7 +48,8 @@ def near_homes(problem: StepProblem, homes: Homes, expected: Expected, *, parts:
         return _moved(start, items, kind, part, to)
 
     for tier in problem.tiers[:-1]:
-        away = (sent(kind, tier, far) for kind in KINDS for far in problem.tiers[place(tier) + 1 :])
+        farther = problem.tiers[place(tier) + 1 :]
+        away = (sent(kind, tier, far) for kind in KINDS for far in (farther if between else farther[-1:]))
         for start in filter(None, [homes, *away]):
             for new in filter(None, (brought(start, kind, tier) for kind in KINDS)):
                 if new not in found and new != homes:

@@ -175,7 +175,7 @@ class _Run:
                 begins.append(now)
             for key in leaving_at.get(boundary, ()):
                 self._leave(key, boundary, now)
-            while self.leaving and not self._fits_now(boundary):
+            while self._is_awaited(boundary):
                 now = self._wait_for_first(boundary, now)
             while head < len(self.queue):
                 due, period, number = self.queue[head]
@@ -223,9 +223,14 @@ class _Run:
         first, last = self._moment(start), self._moment(end - 1) + 1
         return all(not size or int(self.left[memory][first:last].min()) >= size for memory, size in enumerate(sizes))
 
-    def _fits_now(self, boundary: int) -> bool:
-        """Say whether there is room for what is in memory while the region behind a boundary runs."""
-        return all(left[self._moment(boundary)] >= 0 for left in self.left)
+    def _is_awaited(self, boundary: int) -> bool:
+        """Say whether the region behind a boundary needs memory of what is still leaving."""
+        for memory, left in enumerate(self.left):
+            if left[self._moment(boundary)] < 0:
+                gaps = (self.gaps[number] for _, number in self.leaving)
+                if any((gap.leaving or gap.kept)[memory] for gap in gaps):
+                    return True
+        return False
 
     def _wait_for_first(self, boundary: int, now: float) -> float:
         """Let compute wait until the first of what is leaving has left; return when that is."""

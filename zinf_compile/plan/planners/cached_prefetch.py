@@ -35,7 +35,7 @@ FAR, NEAR = (64, 16), (4, 1)
 WORTH = 1.002
 """What homes near the best ones must gain so that others near these are tried."""
 ROUNDS = 3
-"""Walks until one's plan fits: what passes the host on its way back has memory there a little longer than a walk counts."""
+"""Walks, each with less room, until one's plan fits: what passes the host has memory there a little longer than they count."""
 GAIN = 1.01
 """What more regions must gain: until a gradient has left, its memory is not there for what stays or comes early."""
 
@@ -50,7 +50,9 @@ class Effort:
     """Of these rooms, in largest units: left for what is on its way."""
     home_rungs: int
     plans: int
-    """Choices of homes that are planned at most."""
+    """Choices of homes that are planned at most, the most promising first."""
+    by_sums: int = 0
+    """Further ones, those first that move least over the busiest link."""
     halvings: int = 0
     """Further rooms, each half of the one above: of many large units a small part only fits."""
     far: bool = False
@@ -77,9 +79,9 @@ def effort_for(problem: StepProblem) -> Effort:
             return Effort(48, few, 1, 1, largest=True)
         return Effort(24, (0.0, 0.5, 1.0, 1.5), 1, 1, largest=True) if size < 500 else Effort(8, (0.5, 1.0), 1, 1)
     if size < 100:
-        return Effort(6, (0.0, 1.0), 8, 12, largest=True, done=(0.0, 1.6, 2.0), far=True, climbs=3, near=18)
+        return Effort(6, (0.0, 1.0), 8, 6, by_sums=12, largest=True, done=(0.0, 1.6, 2.0), far=True, climbs=3, near=48)
     if size < 500:
-        return Effort(6, (0.0, 1.0), 8, 6, largest=True, done=(0.0, 2.0), far=True, climbs=3, near=8)
+        return Effort(6, (0.0, 1.0), 8, 6, by_sums=4, largest=True, done=(0.0, 2.0), far=True, climbs=3, near=24)
     if size < 3000:
         return Effort(4, (1.0,), 8, 4, halvings=6)
     return Effort(4, (1.0,), 8, 3, halvings=6, walks=1)
@@ -89,8 +91,9 @@ def cached_prefetch(problem: StepProblem) -> Plan:
     """Return the fastest plan found; raise `BudgetError` where not even moving everything just in time fits."""
     search = _Search(problem, effort_for(problem))
     search.try_ladder()
+    search.try_near(by_sums=True)
     search.try_climbs()
-    search.try_near()
+    search.try_near(by_sums=False)
     if search.best is None:
         try:
             return dataclasses.replace(just_in_time(problem), planner=NAME)
@@ -118,12 +121,14 @@ class _Search:
             self.best = seconds, plan
 
     def try_ladder(self) -> None:
-        """Plan the most promising homes of the ladder that fit."""
-        planned = 0
-        for choice in self._choices:
-            if planned == self.effort.plans:
-                break
-            planned += self._try(choice.homes, choice.least)
+        """Plan the most promising homes of the ladder that fit, and those that move least over the busiest link."""
+        by_sums = sorted(self._choices, key=lambda choice: choice.by_sums)
+        for ordered, most in ((by_sums, self.effort.by_sums), (self._choices, self.effort.plans)):
+            planned = 0
+            for choice in ordered:
+                if planned == most:
+                    break
+                planned += self._try(choice.homes, choice.least)
 
     def try_climbs(self) -> None:
         """Plan homes reached from the most promising ones of the ladder, and from the farthest."""
@@ -134,15 +139,16 @@ class _Search:
         for start in [*itertools.islice(found, self.effort.climbs), farthest(self.problem)]:
             self._try(climb(self.problem, start, expected, self._fit_deferred))
 
-    def try_near(self) -> None:
+    def try_near(self, *, by_sums: bool) -> None:
         """Plan homes near those of the best plan until then, with finer parts than those of the ladder."""
-        left, expected = self.effort.near, Expected(self.problem)
+        left, expected = self.effort.near // 2, Expected(self.problem)
         for parts in (3 * self.effort.home_rungs, 6 * self.effort.home_rungs):
-            gained = self.best is not None
+            gained = True
             while gained and left > 0 and self.best is not None:
                 before, tried = self.best[0], 0
-                for choice in near_homes(self.problem, self.best[1].local.homes, expected, parts=parts):
-                    if self.best[0] < before or tried == self.effort.near // 3:
+                near = near_homes(self.problem, self.best[1].local.homes, expected, parts=parts, between=not by_sums)
+                for choice in sorted(near, key=lambda choice: choice.by_sums) if by_sums else near:
+                    if self.best[0] < before or tried == self.effort.near // 6:
                         break
                     tried += self._try(choice.homes, choice.least)
                 left -= tried
@@ -186,10 +192,12 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
             found = []
             for reach in reaches:
                 ways = (
-                    _Way(problem, homes, reach, buffers, late=late, done=done, far_saved=far)
+                    (_Way(problem, homes, reach, buffers, late=late, done=done, far_saved=far), rounds)
+                    for rounds in (1, ROUNDS)
                     for buffers in range(CHUNK_BUFFERS, 0, -1)
                 )
-                walked = next(filter(None, (_walked(problem, homes, stays, way, effort) for way in ways)), None)
+                tried = (_walked(problem, homes, stays, way, effort, rounds=rounds) for way, rounds in ways)
+                walked = next(filter(None, tried), None)
                 if walked is not None:
                     found.append(walked)
                 if found and reach[0] not in FAR:
@@ -200,13 +208,15 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
                 yield best[1] if best[0] * GAIN < near[0] else near[1]
 
 
-def _walked(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way, effort: Effort) -> tuple[float, Plan] | None:
-    """Return the fastest plan of a way, and its seconds by the walk; None where nothing fits."""
+def _walked(
+    problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way, effort: Effort, *, rounds: int
+) -> tuple[float, Plan] | None:
+    """Return the fastest plan of a way, and its seconds by the walk; None where no walk of so many gives one that fits."""
     found = _gaps(problem, homes, stays, way)
     if found is None:
         return None
     rungs, reserves, halvings = effort.rungs, effort.reserves, effort.halvings
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         best = best_walk(found.walk, found.gaps, rungs=rungs, reserves=reserves, halvings=halvings, most=effort.walks)
         if best is None:
             return None
