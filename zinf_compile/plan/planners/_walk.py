@@ -88,6 +88,8 @@ class Walk:
         the step.
         """
         self.loads = loads
+        self.waits = True
+        """Whether a region waits where there is no room for it until something has left; else there is too little memory."""
         self.seconds = list(seconds)
         self.count = len(self.seconds)
         self.lanes = lanes
@@ -225,7 +227,7 @@ class _Run:
 
     def _is_awaited(self, boundary: int) -> bool:
         """Say whether the region behind a boundary needs memory of what is still leaving."""
-        for memory, left in enumerate(self.left):
+        for memory, left in enumerate(self.left if self.walk.waits else ()):
             if left[self._moment(boundary)] < 0:
                 gaps = (self.gaps[number] for _, number in self.leaving)
                 if any((gap.leaving or gap.kept)[memory] for gap in gaps):

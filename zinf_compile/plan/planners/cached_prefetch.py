@@ -193,7 +193,7 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
             for reach in reaches:
                 ways = (
                     (_Way(problem, homes, reach, buffers, late=late, done=done, far_saved=far), rounds)
-                    for rounds in (1, ROUNDS)
+                    for rounds in (0, ROUNDS)
                     for buffers in range(CHUNK_BUFFERS, 0, -1)
                 )
                 tried = (_walked(problem, homes, stays, way, effort, rounds=rounds) for way, rounds in ways)
@@ -211,12 +211,16 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
 def _walked(
     problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way, effort: Effort, *, rounds: int
 ) -> tuple[float, Plan] | None:
-    """Return the fastest plan of a way, and its seconds by the walk; None where no walk of so many gives one that fits."""
+    """Return the fastest plan of a way, and its seconds by the walk; None where no walk of so many gives one that fits.
+
+    `rounds` 0: one walk, in which no region waits until there is room for it.
+    """
     found = _gaps(problem, homes, stays, way)
     if found is None:
         return None
+    found.walk.waits = bool(rounds)
     rungs, reserves, halvings = effort.rungs, effort.reserves, effort.halvings
-    for _ in range(rounds):
+    for _ in range(max(1, rounds)):
         best = best_walk(found.walk, found.gaps, rungs=rungs, reserves=reserves, halvings=halvings, most=effort.walks)
         if best is None:
             return None
