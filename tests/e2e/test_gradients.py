@@ -218,6 +218,21 @@ def test_arithmetic_of_two_gradients_of_other_shapes_is_refused() -> None:
         model.first.weight.grad.mul_(model.second.weight.grad)
 
 
+@pytest.mark.parametrize("name", ["mul", "add", "maximum"])
+def test_a_result_goes_where_out_says(name: str) -> None:
+    results = []
+    for model in both(Mlp):
+        model(*vectors(0)).backward()
+        grad, written = model.first.weight.grad, torch.zeros(model.first.weight.shape)
+        with torch.no_grad():
+            returned = getattr(torch, name)(grad, torch.full(grad.shape, 0.5), out=written)
+            torch.mul(grad, 3.0, out=grad)
+        assert returned is written
+        results.append([written, whole_gradient(model.first.weight)])
+    assert_same("written", results[0][0], results[1][0])
+    assert_same("changed in place", results[0][1], results[1][1])
+
+
 def test_gradients_scaled_replaced_and_removed_by_hand() -> None:
     def step(model: Any, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
         optimizer.zero_grad()

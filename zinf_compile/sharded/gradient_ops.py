@@ -87,6 +87,8 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
         return view_of_gradient(func, args[0], args[1:], kwargs)
     if packet in _ZEROES:
         return _zero(packet, func, args, kwargs)
+    if kwargs.get("out") is not None and kwargs["out"] is not _first(args):
+        return _whole(func, args, kwargs)
     foreach = packet.startswith("_foreach_")
     base = packet.removeprefix("_foreach_").rstrip("_")
     if base in _ELEMENTWISE and isinstance(_first(args), ShardedGradient):
