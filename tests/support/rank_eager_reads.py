@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[Act, str]] = {
     "transposed": (lambda g: g.t(), "t()"),
 }
 
-BROADCAST: dict[str, Callable[[torch.Tensor], Any]] = {
+BROADCAST: dict[str, Act] = {
     "a column": lambda g: g.mul_(torch.arange(13.0).view(13, 1)),
     "a row": lambda g: g.add_(torch.arange(float(IN))),
     "a row of a matrix": lambda g: g.sub_(torch.arange(float(IN)).view(1, IN)),

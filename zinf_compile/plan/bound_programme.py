@@ -128,10 +128,7 @@ class Programme:
             self.rows.add({**self.standing[problem.host], largest: self.amount}, problem.room(problem.host))
         for passing in self.windows.values():
             self._limit_windows(passing)
-        lanes: dict[str, list[str]] = defaultdict(list)
-        for link in problem.links:
-            lanes[link.on_lane].append(link.name)
-        combined = [dict.fromkeys(names, 1.0) for names in lanes.values()] + pairs(problem)
+        combined = link_weights(problem)
         if "update" in self.total:
             combined.append({"update": 1.0})
         for weights in combined:
@@ -186,7 +183,15 @@ def seconds_of(link: Link, count: float, units: int) -> float:
     return units * link.latency_seconds + count * link.sharers / link.bytes_per_second if count else 0.0
 
 
-def pairs(problem: StepProblem) -> list[dict[str, float]]:
+def link_weights(problem: StepProblem) -> list[dict[str, float]]:
+    """Return weights of links that share time: the seconds that each would take alone, times these, fit into it."""
+    lanes: dict[str, list[str]] = defaultdict(list)
+    for link in problem.links:
+        lanes[link.on_lane].append(link.name)
+    return [dict.fromkeys(names, 1.0) for names in lanes.values()] + _pairs(problem)
+
+
+def _pairs(problem: StepProblem) -> list[dict[str, float]]:
     """Return weights of two links that slow each other down: the seconds that each would take alone, times these, fit into time.
 
     With slowdowns a and b both move 1/a and 1/b of what they move alone. The weights are those of the lines from there to the

@@ -20,6 +20,7 @@ from .gradient_norms import global_norms
 from .gradient_reductions import DRAWS, REDUCTIONS, TESTS, draw, reduce_over_ranks, reduces_whole
 from .gradient_scaling import unscale
 from .gradient_types import as_kept, changed_by, shown_types
+from .operands import as_scalar
 from .operators import view_of_gradient
 from .tensor import ShardedTensor
 from .tiled_gradient_ops import change_parts, is_loaded_by_tile
@@ -87,7 +88,7 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
         return view_of_gradient(func, args[0], args[1:], kwargs)
     if packet in _ZEROES:
         return _zero(packet, func, args, kwargs)
-    if kwargs.get("out") is not None and kwargs["out"] is not _first(args):
+    if (out := kwargs.get("out")) is not None and out is not _first(args):
         return _whole(func, args, kwargs)
     foreach = packet.startswith("_foreach_")
     base = packet.removeprefix("_foreach_").rstrip("_")
@@ -126,27 +127,27 @@ def _first(args: Sequence[Any]) -> Any:
 def _local_argument(value: Any, unit: Unit) -> Any:
     """Return what stands for an argument beside a shard of the unit: a whole tensor is broadcast to its shape, and cut."""
     if isinstance(value, ShardedGradient):
-        _check_shape(value.unit.shape, unit, fits=value.unit.shape == unit.shape)
+        _check_alike(value, unit)
         return value.local()
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
-    if value.numel() == 1 and value.dim() <= len(unit.shape):
-        return as_kept(value.reshape(1), unit)  # not without dimensions: types are promoted otherwise beside those
-    _check_shape(value.shape, unit, fits=_broadcasts(value.shape, unit.shape))
-    return as_kept(unit.local_part(value.expand(unit.shape)), unit)
+    try:
+        whole = value.expand(unit.shape)
+    except RuntimeError:
+        raise _other_shape(value, unit) from None
+    return as_kept(as_scalar(value) if value.numel() == 1 else unit.local_part(whole), unit)
 
 
-def _check_shape(shape: Sequence[int], unit: Unit, *, fits: bool) -> None:
-    if not fits:
-        raise PartitionedParameterError(
-            f"the gradient of {unit.name}, shape {list(unit.shape)}, is partitioned; arithmetic with one of {list(shape)} is "
-            "not done on parts. Use a gradient or tensor of its shape, a tensor that broadcasts to it, a scalar, or full_tensor()"
-        )
+def _check_alike(gradient: ShardedGradient, unit: Unit) -> None:
+    if gradient.unit.shape != unit.shape:
+        raise _other_shape(gradient, unit)
 
 
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Say whether a tensor of a shape can be expanded to another one."""
-    return len(shape) <= len(to) and all(one in (1, other) for one, other in zip(reversed(shape), reversed(to), strict=False))
+def _other_shape(value: torch.Tensor, unit: Unit) -> PartitionedParameterError:
+    return PartitionedParameterError(
+        f"the gradient of {unit.name}, shape {list(unit.shape)}, is partitioned; arithmetic with one of {list(value.shape)} is "
+        "not done on parts. Use a gradient or tensor of its shape, a tensor that broadcasts to it, a scalar, or full_tensor()"
+    )
 
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -240,7 +241,7 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
             if isinstance(value, list):
                 return [cut(item) for item in value]
             if isinstance(value, ShardedGradient):
-                _check_shape(value.unit.shape, unit, fits=value.unit.shape == unit.shape)
+                _check_alike(value, unit)
                 return value.part(tile)
             if id(value) not in shards:
                 shards[id(value)] = _on(local(value), device)

@@ -8,10 +8,11 @@ import pytest
 from plan_cases import training
 
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan.fill_together import nearest
 from zinf_compile.plan.planners import cached_prefetch
 from zinf_compile.plan.planners._build import farthest
 from zinf_compile.plan.planners._expected import Expected
-from zinf_compile.plan.planners._homes import by_kind, fits, held_bytes
+from zinf_compile.plan.planners._homes import fits, held_bytes
 from zinf_compile.plan.planners._near_homes import climb, near_homes
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed
@@ -60,24 +61,13 @@ def test_updates_that_cannot_be_deferred_are_beside_nothing() -> None:
 def test_gathers_and_reductions_count() -> None:
     problem = training(0, 4, tiers=2, world=4, even=True, saved=False, speed=0.001)
     gather, reduce = problem.link(None, Tier.DEVICE), problem.link(Tier.DEVICE, None)
-    near = dataclasses.replace(
-        farthest(problem), **{kind: dict.fromkeys(names, Tier.DEVICE) for kind, names in names_of(problem).items()}
-    )
+    near = nearest(problem)
     wire, reduced = problem.units[0].wire_bytes, problem.units[0].reduced_bytes
     ranks = 4 * (2 * gather.seconds(wire) + reduce.seconds(reduced))
     assert Expected(problem).seconds(near) == pytest.approx(ranks)
     units = tuple(dataclasses.replace(unit, reduced_at_step=True) for unit in problem.units)
     at_step = dataclasses.replace(problem, units=units, allowed=Allowed(grads=(Tier.DEVICE,)))
     assert Expected(at_step).seconds(near) == pytest.approx(ranks), "behind the step, which nothing hides either"
-
-
-def names_of(problem: StepProblem) -> dict[str, list[str]]:
-    """Return the names under each kind of home."""
-    found: dict[str, list[str]] = {"params": [], "grads": [], "states": []}
-    for items in by_kind(problem):
-        for kind, names, _ in items:
-            found[kind] += names
-    return found
 
 
 @pytest.mark.parametrize("tiers", [1, 2, 3])

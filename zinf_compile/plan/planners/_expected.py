@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from zinf_compile.plan.bound_programme import pairs
+from zinf_compile.plan.bound_programme import link_weights
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Unit
@@ -39,8 +39,7 @@ class Expected:
             for unit, use in zip(problem.units, first, strict=True)
         ]
         self._ranks = self._between_ranks() if problem.world_size > 1 else ({}, {}, {})
-        self._weights = pairs(problem)
-        self._lane = {link.name: link.on_lane for link in problem.links}
+        self._weights = link_weights(problem)
 
     def _fetches(self, unit: Unit, first: int, border: int) -> tuple[int, int, int]:
         """Return how often a shard comes in the first two parts, and how often of these an update hands it over."""
@@ -96,8 +95,5 @@ class Expected:
         return sum(self._longest(*row) for row in zip(compute, host, links, strict=True))
 
     def _longest(self, compute: float, host: float, links: dict[str, float]) -> float:
-        lanes: dict[str, float] = defaultdict(float)
-        for name, seconds in links.items():
-            lanes[self._lane[name]] += seconds
         shared = (sum(weight * links[name] for name, weight in weights.items()) for weights in self._weights)
-        return max(compute, host, *lanes.values(), *shared, 0.0)
+        return max(compute, host, *shared)

@@ -27,10 +27,19 @@ class Gaps:
     gaps: list[Gap]
 
 
-def find_gaps(problem: StepProblem, homes: Homes, base: Plan, *, fixed: Collection[str] = (), far_saved: bool = False) -> Gaps:
+def find_gaps(
+    problem: StepProblem,
+    homes: Homes,
+    base: Plan,
+    *,
+    fixed: Collection[str] = (),
+    far_saved: bool = False,
+    waits: bool = True,
+) -> Gaps:
     """Return the gaps of units and saved values. `base` moves all units just in time, and keeps all saved values.
 
-    `fixed`: saved values that the caller decides about. `far_saved`: the others leave as far as they may.
+    `fixed`: saved values that the caller decides about. `far_saved`: the others leave as far as they may. `waits` as in
+    `Walk`.
     """
     memories = [tier for tier in problem.tiers if tier.in_memory]
     lanes = {name: number for number, name in enumerate(dict.fromkeys(link.on_lane for link in problem.links))}
@@ -50,6 +59,7 @@ def find_gaps(problem: StepProblem, homes: Homes, base: Plan, *, fixed: Collecti
         [taken[tier] for tier in memories],
         len(lanes),
         _loads(problem, base, lanes),
+        waits=waits,
     )
     for value in problem.saved:
         if value.name not in fixed and (gap := _of_saved(problem, value, memories, lanes, far=far_saved)) is not None:

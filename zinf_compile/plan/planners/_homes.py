@@ -39,14 +39,14 @@ class Choice:
         return self.least, self.moved
 
 
-def choices(problem: StepProblem, *, rungs: int) -> list[Choice]:
+def choices(problem: StepProblem, expected: Expected, *, rungs: int) -> list[Choice]:
     """Return choices of homes that fit by themselves, the most promising first."""
     found: dict[tuple[object, ...], Homes] = {}
     nearer = [tier for tier in problem.tiers if tier.in_memory and tier != problem.tiers[-1]]
     for order in _orders(problem):
         for homes in _filled(problem, farthest(problem), order, nearer, rungs):
             found.setdefault(_key(homes), homes)
-    return rated(problem, [homes for homes in found.values() if fits(problem, homes)], Expected(problem))
+    return rated(problem, [homes for homes in found.values() if fits(problem, homes)], expected)
 
 
 def rated(problem: StepProblem, found: Iterable[Homes], expected: Expected) -> list[Choice]:

@@ -61,7 +61,6 @@ def climb(problem: StepProblem, homes: Homes, expected: Expected, works: Callabl
     """Return homes reached by steps to near ones that work, each to the most promising, as long as that is expected to gain."""
     seconds = expected.seconds(homes)
     for parts in PARTS:
-        step: Choice | None
         while True:
             near = near_homes(problem, homes, expected, parts=parts)
             better = (choice for choice in near if choice.expected < seconds * BETTER)

@@ -86,7 +86,7 @@ def family(
 
 def _improved(walk: Walk, gaps: Sequence[Gap], able: Sequence[int], room: int, known: Iterable[frozenset[int]]) -> frozenset[int]:
     """Return the best of the choices made for a room of the ladder, changed by one gap, or two, as long as that is faster."""
-    smaller = Walk(walk.seconds, [room, *walk.rooms[1:]], walk.base, walk.lanes, walk.loads)
+    smaller = Walk(walk.seconds, [room, *walk.rooms[1:]], walk.base, walk.lanes, walk.loads, waits=walk.waits)
 
     def seconds(kept: frozenset[int]) -> float:
         found = smaller.run(gaps, kept)

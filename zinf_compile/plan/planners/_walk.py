@@ -83,13 +83,14 @@ class Walk:
         base: Sequence[npt.NDArray[np.int64]],
         lanes: int,
         loads: Sequence[Load] = (),
+        *,
+        waits: bool = True,
     ) -> None:
         """`seconds` of regions. For each memory its room, and the bytes taken without any gap at each region, and last during
-        the step.
+        the step. `waits`: a region for which there is no room waits until something has left.
         """
         self.loads = loads
-        self.waits = True
-        """Whether a region waits where there is no room for it until something has left; else there is too little memory."""
+        self.waits = waits
         self.seconds = list(seconds)
         self.count = len(self.seconds)
         self.lanes = lanes
@@ -226,13 +227,12 @@ class _Run:
         return all(not size or int(self.left[memory][first:last].min()) >= size for memory, size in enumerate(sizes))
 
     def _is_awaited(self, boundary: int) -> bool:
-        """Say whether the region behind a boundary needs memory of what is still leaving."""
-        for memory, left in enumerate(self.left if self.walk.waits else ()):
-            if left[self._moment(boundary)] < 0:
-                gaps = (self.gaps[number] for _, number in self.leaving)
-                if any((gap.leaving or gap.kept)[memory] for gap in gaps):
-                    return True
-        return False
+        """Say whether the region behind a boundary waits for memory of what is still leaving."""
+        if not (self.walk.waits and self.leaving):
+            return False
+        lacking = [memory for memory, left in enumerate(self.left) if left[self._moment(boundary)] < 0]
+        gaps = [self.gaps[number] for _, number in self.leaving]
+        return any((gap.leaving or gap.kept)[memory] for memory in lacking for gap in gaps)
 
     def _wait_for_first(self, boundary: int, now: float) -> float:
         """Let compute wait until the first of what is leaving has left; return when that is."""

@@ -60,7 +60,7 @@ class Effort:
     climbs: int = 0
     """Choices of the ladder from which a climb begins."""
     near: int = 0
-    """Further choices that are planned at most: near the best one of these."""
+    """Further choices that are planned at most: near the best one of these, and again near the best one behind climbs."""
     walks: int | None = None
     """Rungs that are walked at most, from the one with most memory on; None: all."""
     largest: bool = False
@@ -79,9 +79,9 @@ def effort_for(problem: StepProblem) -> Effort:
             return Effort(48, few, 1, 1, largest=True)
         return Effort(24, (0.0, 0.5, 1.0, 1.5), 1, 1, largest=True) if size < 500 else Effort(8, (0.5, 1.0), 1, 1)
     if size < 100:
-        return Effort(6, (0.0, 1.0), 8, 6, by_sums=12, largest=True, done=(0.0, 1.6, 2.0), far=True, climbs=3, near=48)
+        return Effort(6, (0.0, 1.0), 8, 6, by_sums=12, largest=True, done=(0.0, 1.6, 2.0), far=True, climbs=3, near=24)
     if size < 500:
-        return Effort(6, (0.0, 1.0), 8, 6, by_sums=4, largest=True, done=(0.0, 2.0), far=True, climbs=3, near=24)
+        return Effort(6, (0.0, 1.0), 8, 6, by_sums=4, largest=True, done=(0.0, 2.0), far=True, climbs=3, near=12)
     if size < 3000:
         return Effort(4, (1.0,), 8, 4, halvings=6)
     return Effort(4, (1.0,), 8, 3, halvings=6, walks=1)
@@ -112,7 +112,8 @@ class _Search:
         self.problem, self.effort = problem, effort
         self.best: tuple[float, Plan] | None = None
         self._seen: list[Homes] = []
-        self._choices = choices(problem, rungs=effort.home_rungs)
+        self._expected = Expected(problem)
+        self._choices = choices(problem, self._expected, rungs=effort.home_rungs)
 
     def take(self, plan: Plan) -> None:
         """Keep a plan if it is the fastest."""
@@ -134,21 +135,21 @@ class _Search:
         """Plan homes reached from the most promising ones of the ladder, and from the farthest."""
         if not self.effort.climbs:
             return
-        expected = Expected(self.problem)
         found = (choice.homes for choice in self._choices if self._fit_deferred(choice.homes))
         for start in [*itertools.islice(found, self.effort.climbs), farthest(self.problem)]:
-            self._try(climb(self.problem, start, expected, self._fit_deferred))
+            self._try(climb(self.problem, start, self._expected, self._fit_deferred))
 
     def try_near(self, *, by_sums: bool) -> None:
         """Plan homes near those of the best plan until then, with finer parts than those of the ladder."""
-        left, expected = self.effort.near // 2, Expected(self.problem)
+        left = self.effort.near
         for parts in (3 * self.effort.home_rungs, 6 * self.effort.home_rungs):
             gained = True
             while gained and left > 0 and self.best is not None:
                 before, tried = self.best[0], 0
-                near = near_homes(self.problem, self.best[1].local.homes, expected, parts=parts, between=not by_sums)
+                homes = self.best[1].local.homes
+                near = near_homes(self.problem, homes, self._expected, parts=parts, between=not by_sums)
                 for choice in sorted(near, key=lambda choice: choice.by_sums) if by_sums else near:
-                    if self.best[0] < before or tried == self.effort.near // 6:
+                    if self.best[0] < before or tried == self.effort.near // 3:
                         break
                     tried += self._try(choice.homes, choice.least)
                 left -= tried
@@ -185,19 +186,15 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
     for late, done in ((False, 0.0), *((True, done) for done in effort.done)) if problem.pieces else ((False, 0.0),):
         if _gaps(problem, homes, stays, _Way(problem, homes, reaches[-1], 1, late=late, done=done)) is None:
             continue  # nor do the others fit, which take more memory
-        found: list[tuple[float, Plan]] = []
         for far in (False, True) if several else (False,):
-            if far and found and not effort.far:
-                break
-            found = []
+            found: list[tuple[float, Plan]] = []
             for reach in reaches:
                 ways = (
-                    (_Way(problem, homes, reach, buffers, late=late, done=done, far_saved=far), rounds)
-                    for rounds in (0, ROUNDS)
+                    _Way(problem, homes, reach, buffers, late=late, done=done, far_saved=far, waits=waits)
+                    for waits in (False, True)
                     for buffers in range(CHUNK_BUFFERS, 0, -1)
                 )
-                tried = (_walked(problem, homes, stays, way, effort, rounds=rounds) for way, rounds in ways)
-                walked = next(filter(None, tried), None)
+                walked = next(filter(None, (_walked(problem, homes, stays, way, effort) for way in ways)), None)
                 if walked is not None:
                     found.append(walked)
                 if found and reach[0] not in FAR:
@@ -206,21 +203,17 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
                 near = found[-1]
                 best = min(found, key=lambda row: row[0])
                 yield best[1] if best[0] * GAIN < near[0] else near[1]
+                if not effort.far:
+                    break
 
 
-def _walked(
-    problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way, effort: Effort, *, rounds: int
-) -> tuple[float, Plan] | None:
-    """Return the fastest plan of a way, and its seconds by the walk; None where no walk of so many gives one that fits.
-
-    `rounds` 0: one walk, in which no region waits until there is room for it.
-    """
+def _walked(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way, effort: Effort) -> tuple[float, Plan] | None:
+    """Return the fastest plan of a way, and its seconds by the walk; None where nothing fits."""
     found = _gaps(problem, homes, stays, way)
     if found is None:
         return None
-    found.walk.waits = bool(rounds)
     rungs, reserves, halvings = effort.rungs, effort.reserves, effort.halvings
-    for _ in range(max(1, rounds)):
+    for _ in range(ROUNDS if way.waits else 1):
         best = best_walk(found.walk, found.gaps, rungs=rungs, reserves=reserves, halvings=halvings, most=effort.walks)
         if best is None:
             return None
@@ -246,17 +239,18 @@ class _Way:
         late: bool,
         done: float,
         far_saved: bool = False,
+        waits: bool = True,
     ) -> None:
         updates = deferred(problem, homes, buffers=buffers) if late else at_step(problem, homes)
         held, until = buffers if updates else 0, int(done * problem.count)
-        self.far_saved = far_saved
+        self.far_saved, self.waits = far_saved, waits
         self.given: dict[str, Any] = {"updates": updates, "buffers": held, "reach": reach, "done": until}
 
 
 def _gaps(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way) -> Gaps | None:
     """Return the gaps of what may stay or leave; None where even with all of it gone there is not enough memory."""
     base = build(problem, homes, stays, planner=NAME, **way.given)
-    found = find_gaps(problem, homes, base, far_saved=way.far_saved)
+    found = find_gaps(problem, homes, base, far_saved=way.far_saved, waits=way.waits)
     return None if any((free < 0).any() for free in found.walk.free) else found
 
 
