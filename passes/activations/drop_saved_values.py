@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.passes.analysis.saved_memories import memory_of, returned
+from zinf_compile.passes.analysis.saved_memories import returned
 from zinf_compile.passes.analysis.step_regions import transfers_before
 from zinf_compile.passes.analysis.stretches import Stretches
-from zinf_compile.passes.graph.alias import alias_closure
+from zinf_compile.passes.graph.alias import alias_closure, memory_of
 from zinf_compile.passes.graph.build_nodes import new_move
 from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, positions
 from zinf_compile.passes.graph.remade import dropping

@@ -11,9 +11,9 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes.analysis.saved_memories import memory_of, returned
+from zinf_compile.passes.analysis.saved_memories import returned
 from zinf_compile.passes.analysis.stretches import Stretches
-from zinf_compile.passes.graph.alias import alias_closure
+from zinf_compile.passes.graph.alias import alias_closure, memory_of
 from zinf_compile.passes.graph.build_nodes import new_move
 from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, leaving, positions
 

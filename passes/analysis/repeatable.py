@@ -11,10 +11,10 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.forward_compute import Compute
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.ir.random_states import has_state
+from zinf_compile.passes.graph.alias import memory_of
 from zinf_compile.passes.graph.boundary import SizeInputs, boundary_of
 from zinf_compile.passes.graph.node_facts import slot_behind, tile_of
 
-from .saved_memories import memory_of
 from .stretches import Stretches
 
 aten = torch.ops.aten

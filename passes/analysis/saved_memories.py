@@ -13,7 +13,7 @@ from torch import fx
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.value_spans import ValueForm, span_of
-from zinf_compile.passes.graph.alias import aliased_inputs
+from zinf_compile.passes.graph.alias import memory_of
 from zinf_compile.passes.graph.node_facts import symbols_of
 from zinf_compile.passes.graph.remade import is_dropped
 
@@ -53,19 +53,6 @@ def returned(graph: fx.Graph) -> Sequence[fx.Node]:
     values = graph.output_node().args[0]
     assert isinstance(values, (list, tuple)), "a graph returns a tuple of values"
     return values  # type: ignore[return-value]
-
-
-def memory_of(node: fx.Node) -> fx.Node | None:
-    """Return the operator that makes the memory of a value: the value itself, or what it is a view of; None if unknown."""
-    while True:
-        sources = aliased_inputs(node)
-        if not sources:
-            return node
-        if len(sources) > 1:
-            return None
-        if isinstance(sources[0].meta.get("val"), (list, tuple)) and not aliased_inputs(sources[0]):
-            return node if isinstance(sources[0].target, torch._ops.OpOverload) else None  # one of several results
-        node = sources[0]
 
 
 def bytes_together(values: Sequence[fx.Node]) -> int:

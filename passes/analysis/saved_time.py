@@ -14,12 +14,12 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes.graph.alias import aliased_inputs
+from zinf_compile.passes.graph.alias import aliased_inputs, memory_of
 from zinf_compile.passes.graph.node_facts import module_of
 
 from .blocks import block_of
 from .region_facts import bytes_of_value, kind_of, operations_of, shape_of, type_of
-from .saved_memories import memory_of, returned
+from .saved_memories import returned
 
 
 def seconds_away(

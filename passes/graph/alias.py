@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -76,13 +77,27 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     schema = node.target._schema
     if not any(result.alias_info is not None for result in schema.returns):
         return []
-    inputs: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        inputs += _nodes(value)
-    return inputs
+    return _arguments(node, lambda alias: alias is not None)
+
+
+def written_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs that the node's operator writes to."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    return _arguments(node, lambda alias: alias is not None and alias.is_write)
+
+
+def memory_of(node: fx.Node) -> fx.Node | None:
+    """Return the operator that makes the memory of a value: the value itself, or what it is a view of; None if unknown."""
+    while True:
+        sources = aliased_inputs(node)
+        if not sources:
+            return node
+        if len(sources) > 1:
+            return None
+        if isinstance(sources[0].meta.get("val"), (list, tuple)) and not aliased_inputs(sources[0]):
+            return node if isinstance(sources[0].target, torch._ops.OpOverload) else None  # one of several results
+        node = sources[0]
 
 
 def alias_closure(root: fx.Node) -> set[fx.Node]:
@@ -113,6 +128,15 @@ def derived_from(roots: Iterable[fx.Node]) -> set[fx.Node]:
                 known.add(user)
                 stack.append(user)
     return derived
+
+
+def _arguments(node: fx.Node, marked: Callable[[Any], bool]) -> list[fx.Node]:
+    """Return the inputs whose place in the operator's schema has such a mark."""
+    inputs: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if marked(argument.alias_info):
+            inputs += _nodes(node.args[position] if position < len(node.args) else node.kwargs.get(argument.name))
+    return inputs
 
 
 def _nodes(value: object) -> list[fx.Node]:

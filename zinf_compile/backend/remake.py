@@ -20,8 +20,9 @@ from zinf_compile.passes import just_in_time
 from zinf_compile.passes.activations.carry_values import carry_values
 from zinf_compile.passes.analysis.region_facts import bytes_of_value
 from zinf_compile.passes.analysis.repeatable import ForwardCompute, memories_of, random_devices
-from zinf_compile.passes.analysis.saved_memories import find_memories, memory_of, returned
+from zinf_compile.passes.analysis.saved_memories import find_memories, returned
 from zinf_compile.passes.analysis.stretches import Stretches
+from zinf_compile.passes.graph.alias import memory_of
 from zinf_compile.passes.graph.node_facts import buffer_of, positions, slot_of
 from zinf_compile.passes.graph.region_structure import structure
 from zinf_compile.passes.graph.remade import Remade, RemadeBlock, mark_remade, runs_again

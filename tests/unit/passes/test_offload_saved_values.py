@@ -163,6 +163,21 @@ def test_the_verifier_refuses(broken: str, message: str) -> None:
         verify(graph_of(f"a = relu(x); {broken}", x=torch.empty(4, 4)))
 
 
+def test_an_operator_that_writes_elsewhere_may_read_what_leaves() -> None:
+    text = 'a = relu(x); b = sin(x); o = swap_values_out([a], "device", "host"); c = add_(b, a); s = wait_value(o, 0); return (c, s)'
+    verify(graph_of(text, x=torch.empty(4, 4)))
+
+
+def test_other_results_of_an_operator_may_change_while_one_leaves() -> None:
+    text = """
+    n = native_layer_norm(x, [4], None, None, 1e-5); a = n[0]; r = n[2]; v = view(a, [16])
+    o = swap_values_out([r], "device", "host"); b = relu_(v); s = wait_value(o, 0); return (b, s)
+    """
+    verify(graph_of(text, x=torch.empty(4, 4)))
+    with pytest.raises(IllegalGraphError, match="b writes to v after o began to move it"):
+        verify(graph_of(text.replace("[r]", "[a]"), x=torch.empty(4, 4)))
+
+
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
