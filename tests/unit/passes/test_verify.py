@@ -272,4 +272,4 @@ def test_it_shares_no_code_with_what_makes_schedules() -> None:
     imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     ours = {"errors", "ir", "ir.formats", "ir.op_spec", "ir.tiers"}
     ours |= {f"passes.graph.{name}" for name in ("alias", "node_facts", "remade")}
-    assert imported == {"__future__", "torch", *(f"zinf_compile.{module}" for module in ours)}
+    assert imported == {"__future__", "collections.abc", "torch", *(f"zinf_compile.{module}" for module in ours)}
