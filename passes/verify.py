@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
@@ -95,15 +97,29 @@ def peak_gathered_bytes(graph: fx.Graph, *, counts: Counts = counts_all) -> tupl
     A unit counts from the start of its gather to its release. A unit that is swapped in counts from the hop that ends on the
     device. `counts` takes an operator of a unit and says whether the unit counts at all.
     """
+    return peak_of(gathered_changes(graph), counts)
+
+
+def gathered_changes(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
+    """Return the operators with which units begin to take memory, and let go of it, and by how many bytes."""
+    found = []
+    for node in graph.nodes:
+        if gather_started_by(node) is not None:
+            found.append((node, live_bytes(node)))
+        elif node.target is ops.release:
+            found.append((node, -live_bytes(node)))
+    return found
+
+
+def peak_of(changes: Iterable[tuple[fx.Node, int]], counts: Counts) -> tuple[int, str]:
+    """Return the largest sum of such changes of the units that count, and the node reaching it."""
     live = peak = 0
     where = ""
-    for node in graph.nodes:
-        if gather_started_by(node) is not None and counts(node):
-            live += live_bytes(node)
+    for node, change in changes:
+        if counts(node):
+            live += change
             if live > peak:
                 peak, where = live, node.name
-        elif node.target is ops.release and counts(node):
-            live -= live_bytes(node)
     return peak, where
 
 

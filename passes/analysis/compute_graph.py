@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from zinf_compile.ir import ops
 from zinf_compile.ir.formats import format_of
-from zinf_compile.ir.op_spec import SCHEDULE_OPS
+from zinf_compile.ir.op_spec import SCHEDULE_OPS, moves_values
 from zinf_compile.ir.sizes import round_up
 from zinf_compile.passes.graph.alias import aliased_inputs, is_elementwise, is_view
-from zinf_compile.passes.graph.node_facts import hinted_numel, starts_region
+from zinf_compile.passes.graph.node_facts import hinted_numel, starts_region, values_behind
 from zinf_compile.passes.graph.remade import is_result
 from zinf_compile.passes.graph.token_loop import is_token_loop
 
@@ -24,6 +25,9 @@ ROUNDING = {"cpu": 64}
 
 DEVICE_ROUNDING = 512
 """Of accelerators' allocators."""
+
+MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_random_state, ops.keep_for_backward})
+"""Operators of the schedule whose results are memory of compute's."""
 
 aten = torch.ops.aten
 
@@ -59,11 +63,18 @@ class ComputeGraph:
         self.align = ROUNDING.get(device.type, DEVICE_ROUNDING)
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.place = {node: number for number, node in enumerate(self.nodes)}
+        calls = [node for node in self.nodes if node.op == "call_function"]
+        self.moving = {node: values_behind(node) for node in calls if moves_values(node.target)}
+        """The saved values that each operator moves which moves any."""
+        self.making = {node for node in calls if node.target not in SCHEDULE_OPS or node.target in MAKING}
+        """Operators whose results may be memory of compute's."""
         self.scratch: dict[fx.Node, int] = {}
         """What operators take beside their results, as far as an account has asked."""
         self._regions = self._runs(lambda node: False)
         self._fused = self._runs(_calls_library)
         self._aliases: dict[fx.Node, list[fx.Node]] = {}
+        self._last_readers: dict[fx.Node, int] = {}
+        self._ends_before: dict[fx.Node, Run] = {}
         self._made: dict[fx.Node, tuple[tuple[int, int], ...]] = {}
         self._fused_away: dict[fx.Node, bool] = {}
 
@@ -78,8 +89,10 @@ class ComputeGraph:
 
         What runs again returns the forward's results whether or not they are read: these are there until their region ends.
         """
-        last = max((self.place[user] for user in node.users), default=self.place[node])
-        return max(last, self._regions[self.place[node]][1]) if is_result(node) else last
+        if node not in self._last_readers:
+            last = max((self.place[user] for user in node.users), default=self.place[node])
+            self._last_readers[node] = max(last, self._regions[self.place[node]][1]) if is_result(node) else last
+        return self._last_readers[node]
 
     def made(self, node: fx.Node) -> tuple[tuple[int, int], ...]:
         """Return which of a node's results are tensors on the device, each with its bytes."""
@@ -107,10 +120,12 @@ class ComputeGraph:
 
     def computed_just_before(self, node: fx.Node, reduction: fx.Node) -> bool:
         """Return whether a node belongs to the region that ends before the reduction and the transfers beside it."""
-        before = reduction.prev
-        while before.target in SCHEDULE_OPS:
-            before = before.prev
-        return self._regions[self.place[node]] == self._regions[self.place[before]]
+        if reduction not in self._ends_before:
+            before = reduction.prev
+            while before.target in SCHEDULE_OPS:
+                before = before.prev
+            self._ends_before[reduction] = self._regions[self.place[before]]
+        return self._regions[self.place[node]] == self._ends_before[reduction]
 
     def is_fused_away(self, node: fx.Node) -> bool:
         """Return whether a value is element-wise and element-wise operators that are fused with it are all that read it."""

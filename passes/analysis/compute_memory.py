@@ -18,12 +18,11 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.formats import format_of
-from zinf_compile.ir.op_spec import SCHEDULE_OPS, moves_values
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import round_up
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.build_nodes import can_view
-from zinf_compile.passes.graph.node_facts import slot_behind, slot_of, values_behind
+from zinf_compile.passes.graph.node_facts import slot_behind, slot_of
 from zinf_compile.passes.graph.remade import is_dropped
 from zinf_compile.passes.graph.token_loop import SumOut, TokenLoop
 
@@ -31,9 +30,6 @@ from .compute_account import ComputeAccount, ForwardValues, Stretch
 from .compute_graph import ComputeGraph, tensors_of
 from .library_memory import library_bytes
 from .saved_memories import bytes_together
-
-_MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_random_state, ops.keep_for_backward})
-"""Operators of the schedule whose results are memory of compute's."""
 
 Memory = tuple[fx.Node, int]
 """A node that makes memory, and which of its results this is."""
@@ -158,9 +154,9 @@ class _Account:
                 self._memories[node] = tuple(dict.fromkeys(m for s in sources for m in self._memories.get(s, ())))
                 if len(sources) > 1:  # some of them, or memory of its own
                     self._make(node)
-            elif moves_values(node.target):
+            elif node in self._graph.moving:
                 self._enter_moving(node)
-            elif node.target not in SCHEDULE_OPS or node.target in _MAKING:
+            elif node in self._graph.making:
                 self._make(node)
         if memories := self._memories.get(node):
             last = self._graph.last_reader(node)
@@ -169,16 +165,15 @@ class _Account:
 
     def _enter_moving(self, node: fx.Node) -> None:
         """Saved values are on the device until the wait for their first hop away, and from the start of their last hop back."""
-        values = node.args[0]
-        if any(value.name in self._stays for value in values_behind(node)):
+        values, moved = node.args[0], self._graph.moving[node]
+        if any(value.name in self._stays for value in moved):
             staying = self._staying(node)
             self._memories[node] = () if staying is None else self._memories.get(staying, ())
         elif node.target is ops.swap_values_out and not isinstance(values, fx.Node):
-            moved = values_behind(node)
             self._memories[node] = tuple(dict.fromkeys(m for value in moved for m in self._memories.get(value, ())))
         elif node.target is ops.swap_values_in and node.args[2] == Tier.DEVICE:
             memory = (node, 0)
-            self._bytes[memory] = round_up(bytes_together(values_behind(node)), self._graph.align)
+            self._bytes[memory] = round_up(bytes_together(moved), self._graph.align)
             self._born[memory] = self._dies[memory] = self._place[node]
             self._memories[node] = (memory,)
         elif node.target is ops.wait_value and isinstance(values, fx.Node) and values.target is ops.swap_values_in:
@@ -188,7 +183,7 @@ class _Account:
         """Return the value that stays, where a node waits for its move; None for any other node."""
         if node.target is not ops.wait_value:
             return None
-        value = values_behind(node)[node.args[1]]  # type: ignore[index]
+        value = self._graph.moving[node][node.args[1]]  # type: ignore[index]
         return value if value.name in self._stays else None
 
     def _make(self, node: fx.Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 
 from torch import fx
@@ -20,7 +21,7 @@ from zinf_compile.passes.graph.node_facts import (
     wire_format,
     wire_type,
 )
-from zinf_compile.passes.verify import peak_gathered_bytes
+from zinf_compile.passes.verify import gathered_changes, peak_of
 from zinf_compile.plan.graph_plan import GraphMemory
 
 from .gather_stages import find_stages, peak_ahead, stage_bytes
@@ -31,8 +32,25 @@ def measure_needs(graph: fx.Graph, *, counts: Counts = counts_all) -> GraphMemor
 
     `counts` says which gathers take memory.
     """
-    gathered, where = peak_gathered_bytes(graph, counts=counts)
-    largest = next((slot_behind(node).name for node in graph.nodes if node.name == where), "")
+    return TransferNeeds(graph).memory(counts)
+
+
+class TransferNeeds:
+    """What the transfers of one graph need, which must not change any more, whichever gathers take memory."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._changes = gathered_changes(graph)
+        self._names = {node.name: slot_behind(node).name for node, change in self._changes if change > 0}
+        self._others = _measure_others(graph)
+
+    def memory(self, counts: Counts) -> GraphMemory:
+        """Return it where those gathers do."""
+        gathered, where = peak_of(self._changes, counts)
+        return dataclasses.replace(self._others, gathered=gathered, largest=self._names.get(where, ""))
+
+
+def _measure_others(graph: fx.Graph) -> GraphMemory:
+    """Measure all but what is gathered."""
     last_group = LONE_GROUP
     left = reduced = together = under_way = last = converting = converted = 0
     for node in graph.nodes:
@@ -57,9 +75,9 @@ def measure_needs(graph: fx.Graph, *, counts: Counts = counts_all) -> GraphMemor
         (slot_behind(node).format.bytes_per_element / wire_format(node).bytes_per_element for node in gathers), default=1.0
     )
     return GraphMemory(
-        gathered=gathered,
+        gathered=0,
         rows=max((rows_on_their_way(slot_behind(node)) for node in graph.nodes if node.target is ops.gather_rows), default=0),
-        largest=largest,
+        largest="",
         narrowed=bool(narrow),
         widening=widening,
         cast=max(narrow, default=0),

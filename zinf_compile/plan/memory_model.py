@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 
 import torch
@@ -253,8 +253,12 @@ def _chunk(trained: Sequence[ParameterSlot], placements: Placements, *, size: in
     Parameters of one placement are updated in chunks of their own, and have memory for these.
     """
     by_placement: dict[Placement, list[ParameterSlot]] = {}
-    for slot in trained:
-        by_placement.setdefault(placements.own.get(slot.index, placements.rest).without_tiles, []).append(slot)
+    seen: dict[int, list[ParameterSlot]] = {}
+    for slot in trained:  # by the objects first: many parameters have the same, which take long to compare
+        placement = placements.own.get(slot.index, placements.rest)
+        if id(placement) not in seen:
+            seen[id(placement)] = by_placement.setdefault(placement.without_tiles, [])
+        seen[id(placement)].append(slot)
     found = [_chunk_of(alike, placement, size=size, topology=topology) for placement, alike in by_placement.items()]
     largest = max((numel for numel, _ in found), default=0)
     if len(found) > 1:  # what is planned for one is what all keep to
@@ -276,8 +280,13 @@ def _chunk_of(
         update_on_device=placement.update_on_device,
     )
 
+    known: dict[Hashable, tuple[Column, ...]] = {}
+
     def columns_of(slot: ParameterSlot) -> tuple[Column, ...]:
-        return _columns(placement.of_parameter(dim=len(slot.shape), numel=slot.numel), tiers, slot.dtype)
+        key = bool(slot.shape), bool(slot.numel), slot.dtype  # all that the columns depend on
+        if key not in known:
+            known[key] = _columns(placement.of_parameter(dim=len(slot.shape), numel=slot.numel), tiers, slot.dtype)
+        return known[key]
 
     largest, sides = 0, Sides(0, 0)
     for columns, alike in itertools.groupby(trained, key=columns_of):

@@ -93,6 +93,8 @@ class GraphBudget:
         self.context, self._bucket = context, config.shape().bucket_of(slots)
         self._slots, self._size, self._topology = slots, shard_group_of(units.values(), context).size, context.link.topology
         self._known = [slot for slot in slots if slot in fresh or slot.index in self._units]
+        self._placed: Placements | None = None
+        """What `place` counted last; None where that is no longer true."""
         self.saved_on_host, self._saves_on_drives = 0, False
         """Of values that a forward saves for its backward: bytes in host memory, and whether any are on drives."""
         self.place(placements or Placements(config.placement(), {index: unit.placement for index, unit in units.items()}))
@@ -124,7 +126,7 @@ class GraphBudget:
 
     def place(self, placements: Placements) -> None:
         """Let the parameters that these graphs use live there."""
-        self.placements = placements
+        self.placements = self._placed = placements
         moved, held, topology = [*self._slots, *self._unseen], self._units.keys(), self._topology
         self.model = model_memory(self.counted, placements, size=self._size, topology=topology, held=held, moved=moved)
         """Memory of the parameters that these graphs use, without what an earlier graph has planned for."""
@@ -159,7 +161,7 @@ class GraphBudget:
         """
         if not self.measuring:  # what nobody uses went before
             gc.collect()
-        self._for_all, self._strict, self._unseen = True, strict, list(unseen)
+        self._for_all, self._strict, self._unseen, self._placed = True, strict, list(unseen), None
         self._alike = frozenset((slot.shape, slot.dtype) for slot in unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
         self.promised = not_held_yet(self.context, self._units.values())
@@ -185,8 +187,11 @@ class GraphBudget:
         `placements`: let the parameters live there as well.
         """
         moving, apart = list(moving), self.context.link.topology.host_apart
-        self._saves_on_drives = any(not memory.tier.in_memory for memory in moving)
-        self.place(placements or self.placements)
+        on_drives = any(not memory.tier.in_memory for memory in moving)
+        placements = placements or self.placements
+        if placements is not self._placed or on_drives != self._saves_on_drives:
+            self._saves_on_drives = on_drives
+            self.place(placements)
         self.saved_on_host = bytes_in_memory(moving) if apart else 0
 
     def room(self, graph: fx.Graph, wanted: int) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.saved_memory import SavedMemory, bytes_in_memory
 from zinf_compile.ir.sizes import Sides
 from zinf_compile.passes.analysis.compute_account import ComputeAccount
-from zinf_compile.passes.analysis.memory_needs import measure_needs
+from zinf_compile.passes.analysis.memory_needs import TransferNeeds
 from zinf_compile.passes.graph.node_facts import counts_all, leaving
 from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
 from zinf_compile.plan.fill_homes import Excess
@@ -67,6 +67,7 @@ class Fit:
         self._facts = self._budget.compute.facts(graphs)
         self._marked = _marked(graphs)
         self._accounts: dict[frozenset[str], list[ComputeAccount]] = {}
+        self._transfers = [TransferNeeds(graph) for graph in graphs]
         self._needs: dict[Hashable, GraphMemory] = {}
         self._least: dict[Hashable, tuple[int, int]] = {}
 
@@ -100,8 +101,7 @@ class Fit:
     def _passing(self, measured: Sequence[ComputeMemory]) -> list[Sides]:
         """Return the least that passes through each graph."""
         model = self._budget.model
-        graphs = enumerate(zip(self._graphs, measured, strict=True))
-        return [model.transient(self._needs_of(number, graph), compute).least for number, (graph, compute) in graphs]
+        return [model.transient(self._needs_of(number), compute).least for number, compute in enumerate(measured)]
 
     def _needed(self, measured: Sequence[ComputeMemory]) -> list[Sides]:
         """Return what each graph needs beside what is held all the while."""
@@ -142,11 +142,11 @@ class Fit:
             self._least[key] = forward + others, peaks[-1] + others - rounding
         return self._least[key]
 
-    def _needs_of(self, number: int, graph: fx.Graph) -> GraphMemory:
+    def _needs_of(self, number: int) -> GraphMemory:
         """Return what gathers and reductions need; placements change that by which gathers take memory alone."""
         key = number, self._budget.counts == counts_all, self._budget.gathered
         if key not in self._needs:
-            self._needs[key] = measure_needs(graph, counts=self._budget.counts)
+            self._needs[key] = self._transfers[number].memory(self._budget.counts)
         return self._needs[key]
 
     def _measured(self, moving: Sequence[SavedMemory]) -> list[ComputeMemory]:
