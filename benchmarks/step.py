@@ -5,6 +5,7 @@
     python benchmarks/step.py --world 2 --peers "ddp,zinf inductor,zinf inductor zero2"    # parameters gathered once a step
     TMPDIR=DIR python benchmarks/step.py --peers "zinf inductor,zinf inductor nvme"    # optimizer states on DIR's drive
     python benchmarks/step.py --cold --layers 48   # the time to the first step only, each peer alone with an empty cache
+    python benchmarks/step.py --cold --layers 24 --peers "zinf fx,zinf fx auto"    # beside one for which homes are decided
     python benchmarks/step.py --json step.json     # keep the numbers
     python benchmarks/step.py --docs step.json     # measure nothing: write its tables in docs/ from kept numbers
 
@@ -71,6 +72,9 @@ def trainer(peer: str, model: Any) -> TakeStep:
             options |= {"optimizer": "nvme", "nvme": tempfile.gettempdir()}
         if peer.endswith(" zero2"):
             options |= {"reshard_after_forward": False}
+        if peer.endswith(" auto"):  # homes of all states are chosen within as much memory as two copies of the parameters take
+            room = 2 * sum(parameter.nbytes for parameter in model.parameters())
+            options |= {"device_memory": room, "nvme": tempfile.gettempdir()}
         call = torch.compile(model, backend="zero_infinity", options=options)
     return stepping(call, adamw())  # made last: fully_shard replaces the parameters
 
