@@ -16,6 +16,7 @@ from training import adamw
 
 import zinf_compile
 from zinf_compile.backend.graph_compiler import _Measurer
+from zinf_compile.cli.models import GPT
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.compute_shape import piece_of
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
@@ -204,3 +205,32 @@ def test_a_graph_is_traced_once_for_each_way_to_cut_its_parameters(
     assert sorted(traced) == caps  # type: ignore[type-var]
     assert refusal_of(Stack(*widths), {**options, "device_memory": named}) == ""
     assert f"{named:,}" in refusal_of(Stack(*widths), {**options, "device_memory": named - 1})
+
+
+def test_a_head_in_tiles_beside_values_that_are_made_again(tmp_path: Path) -> None:
+    """A language model of many words and few layers: what is computed by slices reads what others of its block let go of."""
+
+    def step(cap: int | None) -> torch.Tensor:
+        torch.compiler.reset()
+        zinf_compile.reset()
+        torch.manual_seed(0)
+        model = GPT(layers=1, width=128, heads=2, vocabulary=4096, length=64)
+        tokens, targets = torch.randint(4096, (2, 2, 64))
+        if cap is None:
+            return model(tokens, targets).detach()
+        model.compile(backend="zero_infinity", options={"device_memory": cap, "nvme": str(tmp_path), "compute": "fx"})
+        loss = model(tokens, targets)
+        loss.backward()
+        adamw(model.parameters()).step()
+        return loss.detach()
+
+    expected = step(None)
+    named = set()
+    for cap in (5 << 20, 6 << 20, 9 << 20):
+        with pytest.raises(BudgetError) as refused:
+            step(cap)
+        named.add(named_by(str(refused.value)))
+    (least,) = named
+    torch.testing.assert_close(step(least), expected, rtol=1e-5, atol=0.0)  # sums over slices of the words
+    with pytest.raises(BudgetError):
+        step(least - 1)

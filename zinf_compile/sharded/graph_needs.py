@@ -91,10 +91,13 @@ class GraphNeeds:
                     return sys.maxsize
                 return of_all(known[cap].works(Tier.DEVICE))
 
-            works, found = smallest[Tier.DEVICE], None
+            def with_tiles(cap: int) -> tuple[int, int]:  # the least that works, and a cap with those tiles
+                fitting = smaller_tiles(needed, needed(cap), smaller_ranges(cap)) if may_cut else ()
+                return min([(needed(cap), cap), *fitting])
+
             if may_cut or short:
                 allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
-                for fits, cap in smaller_tiles(needed, works, smaller_ranges(caps.device)):
+                for fits, cap in smaller_tiles(needed, smallest[Tier.DEVICE], smaller_ranges(caps.device)):
                     if fits <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST)) <= allowed[Tier.HOST]:
                         if may_cut:
                             return cap
@@ -102,14 +105,10 @@ class GraphNeeds:
                         break
             if not short:
                 return None
-            if may_cut:
-                *_, found = None, *smaller_tiles(needed, works, smaller_ranges(works))
-            if found is None:  # no smaller tiles need less
-                fixed = (need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE)
-                works = find_smallest(needed, floor=of_all(max(fixed, default=0)), edges=tile_range)
-                needed(works)
-                found = works, works
-            smallest = {Tier.DEVICE: found[0], Tier.HOST: of_all(known[found[1]].works(Tier.HOST))}
+            fixed = (need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE)
+            floor = of_all(max(fixed, default=0))
+            works = find_smallest(lambda cap: with_tiles(cap)[0], floor=floor, edges=tile_range)
+            smallest = {Tier.DEVICE: works, Tier.HOST: of_all(known[with_tiles(works)[1]].works(Tier.HOST))}
         if not short:
             return None
         raise refusal(self._needs, smallest, tile) or refusal_elsewhere(self._needs, smallest, worst)
