@@ -12,7 +12,7 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.formats import is_narrower
 from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS, SPECS, moves_values
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure, aliased_inputs, memory_of, written_inputs
+from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure, sharing, written_inputs
 from zinf_compile.passes.graph.node_facts import (
     Counts,
     argument_of,
@@ -247,18 +247,10 @@ def _check_unchanged(value: fx.Node, leaving: fx.Node, place: dict[fx.Node, int]
     if value.op != "call_function" or value.target is ops.wait:
         broken.append(f"{leaving.name} moves {value.name} away, which is not a value that compute has made")
         return
-    for shared in _sharing(value):
+    for shared in sharing(value):
         for user in shared.users:
             if shared in written_inputs(user) and place[user] > place[leaving]:
                 broken.append(f"{user.name} writes to {shared.name} after {leaving.name} began to move it")
-
-
-def _sharing(value: fx.Node) -> set[fx.Node]:
-    """Return all that may share memory with a value."""
-    memory = memory_of(value)
-    if memory is not None:
-        return alias_closure(memory)
-    return set[fx.Node]().union(*map(_sharing, aliased_inputs(value)))
 
 
 _VALUE_SWAPS = (ops.swap_values_out, ops.swap_values_in)

@@ -8,7 +8,7 @@ from zinf_compile.ir import ops
 from zinf_compile.passes.analysis.saved_memories import returned
 from zinf_compile.passes.analysis.step_regions import transfers_before
 from zinf_compile.passes.analysis.stretches import Stretches
-from zinf_compile.passes.graph.alias import alias_closure, memory_of
+from zinf_compile.passes.graph.alias import sharing
 from zinf_compile.passes.graph.build_nodes import new_move
 from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, positions
 from zinf_compile.passes.graph.remade import dropping
@@ -42,7 +42,7 @@ def drop_saved_values(gm: fx.GraphModule) -> fx.GraphModule:
     for number, node in enumerate(outputs):
         if not isinstance(node, fx.Node) or node.name not in remade.dropped:
             continue
-        shared = alias_closure(memory_of(node) or node)
+        shared = sharing(node)
         readers = shared | {user for each in shared for user in each.users if user is not output}
         behind = max(stretches.of(reader) for reader in readers if reader in place and reader.op == "call_function")
         behind = min(behind, len(tails) - 1)

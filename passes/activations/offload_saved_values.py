@@ -13,7 +13,7 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.saved_memories import returned
 from zinf_compile.passes.analysis.stretches import Stretches
-from zinf_compile.passes.graph.alias import alias_closure, memory_of
+from zinf_compile.passes.graph.alias import sharing
 from zinf_compile.passes.graph.build_nodes import new_move
 from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, leaving, positions
 
@@ -78,8 +78,7 @@ def _readers(values: Sequence[fx.Node], place: dict[fx.Node, int]) -> set[fx.Nod
     """Return the operators that make, read or write the memory of the values."""
     found: set[fx.Node] = set()
     for value in values:
-        root = memory_of(value) or value
-        shared = alias_closure(root)
+        shared = sharing(value)
         found |= shared
         found.update(user for node in shared for user in node.users if user.op != "output")
     return {node for node in found if node in place}

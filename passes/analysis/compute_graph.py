@@ -26,7 +26,7 @@ ROUNDING = {"cpu": 64}
 DEVICE_ROUNDING = 512
 """Of accelerators' allocators."""
 
-MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_random_state, ops.keep_for_backward})
+_MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_random_state, ops.keep_for_backward})
 """Operators of the schedule whose results are memory of compute's."""
 
 aten = torch.ops.aten
@@ -65,8 +65,8 @@ class ComputeGraph:
         self.place = {node: number for number, node in enumerate(self.nodes)}
         calls = [node for node in self.nodes if node.op == "call_function"]
         self.moving = {node: values_behind(node) for node in calls if moves_values(node.target)}
-        """The saved values that each operator moves which moves any."""
-        self.making = {node for node in calls if node.target not in SCHEDULE_OPS or node.target in MAKING}
+        """Operators that move saved values, each with these."""
+        self.making = {node for node in calls if node.target not in SCHEDULE_OPS or node.target in _MAKING}
         """Operators whose results may be memory of compute's."""
         self.scratch: dict[fx.Node, int] = {}
         """What operators take beside their results, as far as an account has asked."""

@@ -36,7 +36,7 @@ def measure_needs(graph: fx.Graph, *, counts: Counts = counts_all) -> GraphMemor
 
 
 class TransferNeeds:
-    """What the transfers of one graph need, which must not change any more, whichever gathers take memory."""
+    """What the transfers of a graph need, whichever gathers take memory. The graph must not change any more."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._changes = gathered_changes(graph)
@@ -50,7 +50,7 @@ class TransferNeeds:
 
 
 def _measure_others(graph: fx.Graph) -> GraphMemory:
-    """Measure all but what is gathered."""
+    """Measure all but what is gathered: no bytes and no name stand for that."""
     last_group = LONE_GROUP
     left = reduced = together = under_way = last = converting = converted = 0
     for node in graph.nodes:

@@ -81,9 +81,11 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that the node's operator writes to."""
+    """Return the inputs that the node's operator writes to, or whose memory it lends another tensor, as `set_` does."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
+    if node.target.overloadpacket is aten.set_:
+        return list(node.all_input_nodes)
     return _arguments(node, lambda alias: alias is not None and alias.is_write)
 
 
@@ -98,6 +100,23 @@ def memory_of(node: fx.Node) -> fx.Node | None:
         if isinstance(sources[0].meta.get("val"), (list, tuple)) and not aliased_inputs(sources[0]):
             return node if isinstance(sources[0].target, torch._ops.OpOverload) else None  # one of several results
         node = sources[0]
+
+
+def sharing(value: fx.Node) -> set[fx.Node]:
+    """Return every node that may share memory with a value, whichever of them makes that memory."""
+    shared, seen, stack = set[fx.Node](), set[fx.Node](), [value]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        memory = memory_of(node)
+        if memory is None:
+            stack += aliased_inputs(node)
+        else:
+            for result in _same_results(memory):
+                shared |= alias_closure(result)
+    return shared
 
 
 def alias_closure(root: fx.Node) -> set[fx.Node]:
@@ -128,6 +147,18 @@ def derived_from(roots: Iterable[fx.Node]) -> set[fx.Node]:
                 known.add(user)
                 stack.append(user)
     return derived
+
+
+def _same_results(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that take the same one of an operator's several results; a node that takes none is alone."""
+    if node.target is not operator.getitem:
+        return [node]
+    owner, index = node.args
+    results = owner.meta.get("val") if isinstance(owner, fx.Node) else None
+    if not isinstance(results, (list, tuple)) or not isinstance(index, int):
+        return [node]
+    items = ((user, user.args[1]) for user in owner.users if user.target is operator.getitem)  # type: ignore[union-attr]
+    return [user for user, place in items if isinstance(place, int) and place % len(results) == index % len(results)]
 
 
 def _arguments(node: fx.Node, marked: Callable[[Any], bool]) -> list[fx.Node]:

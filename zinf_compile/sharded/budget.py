@@ -94,7 +94,7 @@ class GraphBudget:
         self._slots, self._size, self._topology = slots, shard_group_of(units.values(), context).size, context.link.topology
         self._known = [slot for slot in slots if slot in fresh or slot.index in self._units]
         self._placed: Placements | None = None
-        """What `place` counted last; None where that is no longer true."""
+        """What `place` counted last; None where parameters were added since. `decide_for_all` also asks for that after a copy."""
         self.saved_on_host, self._saves_on_drives = 0, False
         """Of values that a forward saves for its backward: bytes in host memory, and whether any are on drives."""
         self.place(placements or Placements(config.placement(), {index: unit.placement for index, unit in units.items()}))
@@ -126,7 +126,7 @@ class GraphBudget:
 
     def place(self, placements: Placements) -> None:
         """Let the parameters that these graphs use live there."""
-        self.placements = self._placed = placements
+        self.placements = placements
         moved, held, topology = [*self._slots, *self._unseen], self._units.keys(), self._topology
         self.model = model_memory(self.counted, placements, size=self._size, topology=topology, held=held, moved=moved)
         """Memory of the parameters that these graphs use, without what an earlier graph has planned for."""
@@ -140,6 +140,7 @@ class GraphBudget:
         """The parameters that take memory while they are gathered, wherever others like them live; None: all do."""
         self.counts: Counts = self._takes_memory if apart else counts_all
         """Says which units take memory while they are gathered."""
+        self._placed = placements
 
     @property
     def counted(self) -> list[ParameterSlot]:

@@ -174,8 +174,17 @@ def test_other_results_of_an_operator_may_change_while_one_leaves() -> None:
     o = swap_values_out([r], "device", "host"); b = relu_(v); s = wait_value(o, 0); return (b, s)
     """
     verify(graph_of(text, x=torch.empty(4, 4)))
-    with pytest.raises(IllegalGraphError, match="b writes to v after o began to move it"):
-        verify(graph_of(text.replace("[r]", "[a]"), x=torch.empty(4, 4)))
+    for other in (text, text.replace("view(a", "view(c").replace("v =", "c = n[0]; v ="), text.replace("a = n[0]", "a = n[-3]")):
+        with pytest.raises(IllegalGraphError, match="b writes to v after o began to move it"):
+            verify(graph_of(other.replace("[r]", "[a]"), x=torch.empty(4, 4)))
+
+
+def test_what_leaves_may_not_become_memory_of_another_tensor() -> None:
+    text = 'a = relu(x); b = sin(x); o = swap_values_out([a], "device", "host"); c = add_(b, a); s = wait_value(o, 0)'
+    gm = graph_of(f"{text}; return (c, s)", x=torch.empty(4, 4))
+    next(node for node in gm.graph.nodes if node.name == "c").target = torch.ops.aten.set_.source_Tensor
+    with pytest.raises(IllegalGraphError, match="c writes to a after o began to move it"):
+        verify(gm)
 
 
 class _Model(nn.Module):
