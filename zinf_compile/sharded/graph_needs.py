@@ -92,8 +92,9 @@ class GraphNeeds:
                 return of_all(known[cap].works(Tier.DEVICE))
 
             def with_tiles(cap: int) -> tuple[int, int]:  # the least that works, and a cap with those tiles
-                fitting = smaller_tiles(needed, needed(cap), smaller_ranges(cap)) if may_cut else ()
-                return min([(needed(cap), cap), *fitting])
+                works = needed(cap)
+                fitting = smaller_tiles(needed, works, smaller_ranges(cap)) if may_cut else ()
+                return min([(works, cap), *fitting])
 
             if may_cut or short:
                 allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
