@@ -6,7 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Hashable
 
-from zinf_compile.ir.sizes import Sides
+from zinf_compile.ir.sizes import UNFORESEEN, Sides
 from zinf_compile.ir.tiers import Tier
 
 _SIDES = (Tier.DEVICE, Tier.HOST)
@@ -134,8 +134,9 @@ class Reservations:
         """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
 
         `second`: bytes of gradients that backwards make beside earlier ones.
-        Where more is held than was planned for, that plan has room to run further ahead, and takes it. `unforeseen`: no plan
-        knows what is held beyond that, and may keep more units in its room (`keeps_more`): a smaller cap may do as well.
+        Where more is held than was planned for, that plan has room to run further ahead, and takes it, but for one part in
+        `UNFORESEEN`. `unforeseen`: no plan knows what is held beyond that, and may keep more units in its room (`keeps_more`): a
+        smaller cap may do as well.
         """
         number = _SIDES.index(side)
         found = [
@@ -146,7 +147,7 @@ class Reservations:
             )
             for made in self._made
         ]
-        return max((least if least <= planned else least + wish for least, planned, wish in found), default=held + second)
+        return max((_within(least, planned, wish) for least, planned, wish in found), default=held + second)
 
     @property
     def keeps_more(self) -> bool:
@@ -187,3 +188,9 @@ class Reservations:
     def on_the_way(self) -> int:
         """The bytes of full gradients that may be in flight while a region makes more."""
         return self.reduced - max((reservation.left for reservation in self._made), default=0)
+
+
+def _within(least: int, planned: int, wish: int) -> int:
+    """Return the smallest cap for what needs `least` bytes, where a plan for `planned` takes up to `wish` of what is left."""
+    more = max(0, least - planned)
+    return least + min(wish, (UNFORESEEN - 1) * more)

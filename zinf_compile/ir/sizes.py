@@ -29,6 +29,10 @@ STAGING_BYTES = 64 << 20
 CHUNK_BUFFERS = 3
 """Chunks in memory: one being read, one being updated, one being written. With two one is written before the next is read."""
 
+UNFORESEEN = 16
+"""Of memory that would only make graphs faster, one part in so many stays free: for results and tensors that callers keep, of
+which no plan knows."""
+
 PIECE_ALIGN = 4096
 """Pieces lie in a chunk at multiples of this many elements: at a page, whatever their data type."""
 

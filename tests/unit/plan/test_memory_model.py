@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from zinf_compile.ir.pieces import Piece, chunk_end, cut_chunks
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.sizes import CHUNK_BUFFERS, PIECE_ALIGN, Sides
-from zinf_compile.ir.tiers import Placement, Topology
+from zinf_compile.ir.sizes import CHUNK_BUFFERS, PIECE_ALIGN, UNFORESEEN, Sides
+from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.plan.graph_plan import GraphMemory
 from zinf_compile.plan.headroom import Headroom, plan_graph
 from zinf_compile.plan.memory_model import MemoryModel, model_memory
+from zinf_compile.runtime.memory.reservations import Reservation, Reservations
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
 
@@ -35,7 +36,7 @@ def model(slots: list[ParameterSlot], *, size: int = 1, apart: bool = True, **pl
 
 
 def graph(**needs: object) -> GraphMemory:
-    nothing = dict.fromkeys(("gathered", "rows", "cast", "converted", "left", "reduced"), 0)
+    nothing = dict.fromkeys(("gathered", "rows", "cast", "converted", "left", "reduced", "all_gathered", "all_reduced"), 0)
     return GraphMemory(**{**nothing, "largest": "", "narrowed": False, "widening": 1.0, **needs})  # type: ignore[arg-type]
 
 
@@ -170,3 +171,33 @@ def test_what_a_graph_takes_stays_within_the_headroom(
     for side in range(2 if apart else 1):
         used = taken[side] - passing.least[side] + (plan.chunk_buffers - 1) * found.chunk[side]
         assert 0 <= used <= min(room[side], plan.wish[side])
+
+
+def test_a_graph_wishes_for_no_more_than_all_its_transfers_use_and_leaves_a_part_of_the_room() -> None:
+    found = model([slot(0, 1 << 20)], apart=False, params="nvme", grads="nvme", optimizer="nvme")
+    small = found.transient(graph(gathered=100, left=40, reduced=40, all_gathered=250, all_reduced=60))
+    large = found.transient(graph(gathered=100, left=40, reduced=40, all_gathered=1 << 40, all_reduced=1 << 40))
+    for passing, ahead, reduced in ((small, 150, 20), (large, (5 << 20) - 100, (4 << 20) - 40)):
+        plan = plan_graph(found, passing, spare=Sides(1 << 40, 0), bucket_bytes=1 << 20, one_ahead=300)
+        assert (plan.ahead, plan.reduced) == (ahead, reduced)
+    room = UNFORESEEN << 10
+    plan = plan_graph(model([]), large, spare=Sides(room, room), bucket_bytes=1 << 20, one_ahead=300)
+    assert plan.ahead == room - room // UNFORESEEN
+
+
+@given(least=st.integers(0, 1000), more=st.integers(0, 200), wish=st.integers(0, 5000))
+def test_the_smallest_cap_for_what_no_plan_knew_is_exact(least: int, more: int, wish: int) -> None:
+    """As `plan_graph` takes of what a cap leaves beside what was planned, all of it in bytes."""
+    planned, claims = least, Reservations()
+    claim = Reservation(
+        passing=least, left=0, reduced=0, chunk_buffers=1, least=Sides(least, 0), works=Sides(planned, 0), wish=Sides(wish, 0)
+    )
+    claims.add(claim)
+
+    def fits(cap: int) -> bool:
+        spare = cap - planned
+        return spare >= 0 and planned + more + min(wish, spare - spare // UNFORESEEN) <= cap
+
+    named = claims.works(Tier.DEVICE, more)
+    assert fits(named)
+    assert not fits(named - 1)
