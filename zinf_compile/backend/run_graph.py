@@ -12,6 +12,7 @@ from zinf_compile._torch import inside_ddp
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.memory.activations import storages_of
+from zinf_compile.sharded.compute_budget import maker_of
 from zinf_compile.sharded.gradient import ShardedGradient
 
 from .kept_graphs import LiveProgram
@@ -39,7 +40,7 @@ def runner(
             given = storages_of(args) if counts else None
             results = execute(now, units, context, args, ShardedGradient, space=space)
             if given is not None:
-                context.memory.activations.add(results, context.device, given=given)
+                context.memory.activations.add(results, context.device, given=given, maker=maker_of(units.values()))
             return results
         except BaseException as error:
             if (others := ranks()) is not None:

@@ -103,7 +103,7 @@ class GraphBudget:
             config,
             context.device,
             context.link.topology,
-            outside=outside_bytes(config, context, inputs).more(self._rounding(self.placements).total),
+            outside=outside_bytes(config, context, inputs, units.values()).more(self._rounding(self.placements).total),
             gradient_stays=self._gradient_stays,
         )
         known = [inputs[slot.index] for slot in slots]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,11 @@ class Outside:
     bytes: int
     saved: int
     """Of these, what other graphs had saved then, or returned: each call counts that anew."""
+    leaves: int = 0
+    """Of results of graphs that became leaves, as where a frozen embedding's result is told to require gradients: autograd holds
+    those of the call before, and their gradients, for as long as the caller holds its loss."""
+    own: int = 0
+    """Of `saved`, what an earlier variant of the same graph had: among it may be results that its caller holds, as a loss."""
 
     def more(self, count: int) -> Outside:
         """Return the same with more bytes."""
@@ -63,6 +68,7 @@ class GraphCompute:
         self.counts = config.device_memory is not None
         self._by_operator = config.compute == "fx"
         self._device, self._topology = device, topology
+        self._found = outside
         self.outside, self.saved_outside = outside.bytes, outside.saved
         self._gradient_stays = gradient_stays
         self._is_backward = False
@@ -82,11 +88,11 @@ class GraphCompute:
         """Return the memory of a graph's compute."""
         if not self.counts:
             return NO_COMPUTE
-        account = account_compute(
-            self._facts(self._as_performed(graph)),
-            forward=self._forward if self._is_backward else None,
-            results=self._results,
-        )
+        facts = self._facts(self._as_performed(graph))
+        if self._is_backward:
+            account = account_compute(facts, forward=self._forward, results=self._results)
+        else:
+            account = self._of_forward(facts, self._results)
         found = self.memory(account)
         if not self._is_backward:
             self._forward, self.saved = account.handed, found.saved
@@ -106,8 +112,18 @@ class GraphCompute:
             if found:
                 found.append(account_compute(known, forward=found[0].handed, stays=stays))
             else:
-                found.append(account_compute(known, results=results, stays=stays))
+                found.append(self._of_forward(known, results, stays))
         return found
+
+    def _of_forward(self, facts: ComputeGraph, results: int | None, stays: frozenset[str] = frozenset()) -> ComputeAccount:
+        """Return the account of a forward, or of a graph without a backward: leaves of the call before may be there as well.
+
+        It includes results of the call before, which count as outside no more.
+        """
+        found, outside = account_compute(facts, results=results, stays=stays), self._found
+        twice = min(outside.own, found.results)
+        self.outside, self.saved_outside = outside.bytes - twice, outside.saved - twice
+        return dataclasses.replace(found, beside=found.beside + outside.leaves, results=found.results + outside.leaves)
 
     def memory(self, account: ComputeAccount) -> ComputeMemory:
         """Return the memory of a graph with this account, with the gradients that stay where parameters live now."""
@@ -153,31 +169,40 @@ def rounding_bytes(
     return Rounding(held * DEVICE_ROUNDING, gathers * DEVICE_ROUNDING)
 
 
-def outside_bytes(config: Config, context: Context, inputs: Sequence[Any]) -> Outside:
+def maker_of(units: Iterable[Unit | Tile]) -> Hashable:
+    """Return what variants of one graph have in common, as the maker of activations: their parameters."""
+    return frozenset(id(unit) for unit in units if not isinstance(unit, Tile))
+
+
+def outside_bytes(config: Config, context: Context, inputs: Sequence[Any], units: Iterable[Unit]) -> Outside:
     """Return the bytes of an accelerator's memory that are the user's own or libraries', beside `inputs` of a graph.
 
+    `units`: of the graph's parameters that are partitioned already.
     On the CPU nothing tells whose memory is whose: there it is what other graphs have saved.
     """
     if config.device_memory is None:
         return Outside(0, 0)
     take_workspaces(context.device)
-    found = _outside(context, inputs)
+    maker = maker_of(units)
+    found = _outside(context, inputs, maker)
     if found.bytes:
         gc.collect()  # what nobody uses any more
-        found = _outside(context, inputs)
+        found = _outside(context, inputs, maker)
     return found
 
 
-def _outside(context: Context, inputs: Sequence[Any]) -> Outside:
+def _outside(context: Context, inputs: Sequence[Any], maker: Hashable) -> Outside:
     memory, device = context.memory, context.device
     with no_torch_function():
         storages = {
             s._cdata: s.nbytes() for v in inputs if isinstance(v, torch.Tensor) and (s := v.untyped_storage()).device == device
         }
-    live = memory.activations.held(given=frozenset(storages))
-    if device.type == "cpu":
-        return Outside(live, live)
-    return Outside(max(live, allocated_bytes(device) - memory.ledger.held() - sum(storages.values())), live)
+    given, activations = frozenset(storages), memory.activations
+    live, own, leaves = activations.held(given=given), activations.made_by(maker, given=given), activations.leaves(inputs)
+    found = live
+    if device.type != "cpu":
+        found = max(live, allocated_bytes(device) - memory.ledger.held() - sum(storages.values()))
+    return Outside(found + leaves, live, leaves, own)  # with gradients of the leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +255,8 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
         mine = memory.ledger.held() + live + sum(_sizes(args, context.device))
         user = max(0, allocated_bytes(context.device) - mine - call.outside)
     memory.taken = beside + user
-    more = max(beside + call.passing + call.outside, call.saved + claims.passing_alone if beside else 0) + user
+    unknown = beside > call.saved_outside  # as between two forwards: what this one leaves is there while any graph runs
+    more = max(beside + call.passing + call.outside, call.saved + claims.passing_alone if unknown else 0) + user
     gradients = gradient_bytes(context, _without_gradients(units))[Tier.DEVICE]
     held = held_bytes(memory.ledger, more + gradients, cap, memory) + gradients
     beside = more - call.passing - call.outside
