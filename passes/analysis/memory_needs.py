@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS
 from zinf_compile.ir.row_rounds import rows_on_their_way
+from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes.graph.node_facts import (
     Counts,
     counts_all,
@@ -94,6 +95,19 @@ def measure_ahead(graph: fx.Graph, *, stages: int, counts: Counts = counts_all) 
     """Return the peak of gathered bytes of a just-in-time graph if each gather starts `stages` stages ahead of its use."""
     groups, released = find_stages(graph, counts=counts)
     return peak_ahead([stage_bytes(group, counts) for group in groups], released, stages=stages)
+
+
+def measure_one_ahead(
+    graph: fx.Graph, homes: Collection[Tier], topology: Topology, *, look_ahead: int, counts: Counts = counts_all
+) -> tuple[int, int]:
+    """Return the bytes gathered, and gathered or in flight, of a schedule bounded by nothing but `look_ahead`.
+
+    The largest unit of these `homes` is loaded that far ahead of its use, too; more memory would not be used.
+    """
+    # one read to a device that is host memory takes the place of two hops
+    hops = max((len(topology.hops(home)) + topology.reads_at_once(home) for home in homes), default=0)
+    gathered = measure_ahead(graph, stages=look_ahead, counts=counts)
+    return gathered, measure_ahead(graph, stages=look_ahead * max(1, hops), counts=counts)
 
 
 def ahead_key(graph: fx.Graph) -> Hashable:

@@ -38,8 +38,8 @@ class Reservation:
     """Of these, what the allocator may add to gathers."""
     saved_outside: int = 0
     """Of `passing`, what other graphs had saved when it was compiled."""
-    chunks: Sides = _NONE
-    """Bytes of these buffers for all chunks that are in memory at once."""
+    chunk: Sides = _NONE
+    """Bytes of the buffers for one chunk: a step takes no more of them than fit."""
     passing_host: int = 0
     """The most that passes through host memory at once, where the device has memory of its own."""
     staging: int | None = None
@@ -174,10 +174,16 @@ class Reservations:
         return max((reservation.chunk_numel for reservation in self._made), default=0) or None
 
     @property
-    def chunks(self) -> Sides:
-        """The most bytes of chunk buffers of all."""
-        found = [reservation.chunks for reservation in self._made]
+    def chunk(self) -> Sides:
+        """The most bytes of one chunk of all: chunks of all parameters pass through the same buffers."""
+        found = [reservation.chunk for reservation in self._made]
         return Sides(max((each.device for each in found), default=0), max((each.host for each in found), default=0))
+
+    @property
+    def chunks(self) -> Sides:
+        """The bytes of the chunks that a step has in memory at once, as all of them have planned for."""
+        count = self.chunk_buffers or 1
+        return Sides(count * self.chunk.device, count * self.chunk.host)
 
     @property
     def reduced(self) -> int:

@@ -59,6 +59,10 @@ class Sides(NamedTuple):
         """Add side by side."""
         return Sides(self.device + other.device, self.host + other.host)
 
+    def most(self, other: Sides) -> Sides:
+        """Return the larger of both on each side."""
+        return Sides(max(self.device, other.device), max(self.host, other.host))
+
 
 def round_up(count: int, multiple: int) -> int:
     """Return the first multiple that is no less than `count`."""

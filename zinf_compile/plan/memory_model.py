@@ -176,7 +176,7 @@ def model_memory(
     earlier graph planned for some of them: they are missing in `slots`, but their transfers count.
     """
     placements = as_placements(placement)
-    chunk_numel, chunk = _chunk([slot for slot in slots if slot.requires_grad], placements, size=size, topology=topology)
+    chunk_numel, chunk = step_chunk(slots, placements, size=size, topology=topology)
     moving = slots if moved is None else moved
     homes = {placements.of(slot) for slot in moving} or {placements.rest}
     shards, gradients, states = held_memory(slots, placements, size=size, topology=topology, held=held)
@@ -253,14 +253,15 @@ def adam_states(placement: Placement, dtype: torch.dtype) -> dict[str, torch.dty
     return kept if master is None else {"master": master, **kept}
 
 
-def _chunk(trained: Sequence[ParameterSlot], placements: Placements, *, size: int, topology: Topology) -> tuple[int, Sides]:
+def step_chunk(slots: Sequence[ParameterSlot], placements: Placements, *, size: int, topology: Topology) -> tuple[int, Sides]:
     """Return the elements of the largest chunk of an optimizer that has the parameters in this order, and the chunks' bytes.
 
     Parameters of one placement are updated in chunks of their own, and have memory for these.
     """
     by_placement: dict[Placement, list[ParameterSlot]] = {}
     seen: dict[int, list[ParameterSlot]] = {}
-    for slot in trained:  # by the objects first: many parameters have the same, which take long to compare
+    for slot in [slot for slot in slots if slot.requires_grad]:
+        # by the objects first: many parameters have the same, which take long to compare
         placement = placements.own.get(slot.index, placements.rest)
         if id(placement) not in seen:
             seen[id(placement)] = by_placement.setdefault(placement.without_tiles, [])

@@ -10,6 +10,7 @@ call_checks — Checks of each call of a graph within the caps, before it runs: 
 calls — Calls of user code on partitioned tensors, before autograd sees them.
 caps — Caps on the memory of a rank, in bytes, as declared by options or as the process may use it, and the bytes held.
 compute_budget — Memory of one captured graph's compute, as `GraphBudget` counts it within a declared `device_memory`.
+compute_to_come — An estimate of what graphs to come compute at once, for decisions made before they are known.
 data_assignment — Changes of parameters whose values are on this process: arguments that a call changes, and
     `parameter.data = value`.
 dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.
@@ -49,6 +50,8 @@ partition_alike — Partitioning of whole tensors like the parameter beside whic
     was partitioned.
 place_at_call — Homes of parameters that a compiled graph first sees at a call, in the place of those that it was compiled
     with.
+planned_parameters — Parameters that earlier graphs planned for: a step updates them and those of the graphs to come in the
+    same chunks.
 promised — Memory that other graphs will take: for parameters that no graph has seen yet, and for what earlier graphs don't
     hold yet.
 recompile_limit — Dynamo's limit of recompilations: raised for compiled models, and a warning where a function exceeds

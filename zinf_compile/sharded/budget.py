@@ -20,7 +20,7 @@ from zinf_compile.ir.saved_memory import SavedMemory, bytes_in_memory
 from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES, Sides
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
-from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
+from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_needs, measure_one_ahead
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, slot_behind, wire_type
 from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
 from zinf_compile.plan.headroom import plan_graph
@@ -35,9 +35,10 @@ from .caps import Caps, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
 from .graph_needs import GraphNeeds
 from .parameter import ShardedParameter, unit_of
+from .planned_parameters import PlannedParameters
 from .promised import bytes_beside, copies_to_come, not_held_yet, transient_of_unseen, unseen_parameters
 from .short_ranks import least_of_ranks
-from .shortage import Need, advice, reserved_by_others
+from .shortage import Need, advice, gradient_bytes, reserved_by_others
 from .unplanned import is_unplanned, planned
 
 
@@ -72,7 +73,7 @@ class GraphBudget:
     ) -> None:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
         units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None}
-        self._units = {index: unit for index, unit in units.items() if is_unplanned(unit)}
+        self._used, self._units = set(units.values()), {index: unit for index, unit in units.items() if is_unplanned(unit)}
         whole = sum(slot.bytes for slot in fresh)
         self._caps_before = context.memory.reservations.caps
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
@@ -80,10 +81,12 @@ class GraphBudget:
         self._alike: frozenset[Any] = frozenset()
         """Shapes and types of these: any of them may take the place of a parameter."""
         self._for_all = self._strict = False
-        self.later = self.promised = Sides(0, 0)
-        """Transient memory of parameters that no graph has seen yet; what other graphs don't hold yet."""
+        self.later = self.promised = self.second = Sides(0, 0)
+        """Transient memory of parameters that no graph has seen yet; what other graphs, and earlier variants of this one, don't
+        hold yet; of the latter what a forward doesn't make, second gradients of its parameters."""
         self._promised: Sides | None = None
         """The latter, as found before this graph's reservations."""
+        self._planned = PlannedParameters()
         self._claims: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
         self._checked, self.measuring = False, measuring
@@ -109,8 +112,9 @@ class GraphBudget:
         known = [inputs[slot.index] for slot in slots]
         self.unseen = unseen_parameters(known) if self.compute.counts else []
         others = sum(slot.bytes for slot in self.unseen) if fresh else bytes_beside(known) if self.compute.counts else 0
-        self.others = others / max(1, sum(slot.bytes for slot in slots))
-        """Bytes of parameters that other graphs use in a step, or will, for each of this graph's."""
+        own = sum(slot.bytes for slot in slots)
+        self.others = others / own if own else 0.0
+        """Bytes of parameters that other graphs use in a step, or will, for each of this graph's; 0 for a graph without any."""
         self._outside = 0 if fresh else self.compute.outside
         self.keepable = 0
         """Bytes of full units that could stay gathered from the forward to the backward, and don't for want of room."""
@@ -130,6 +134,7 @@ class GraphBudget:
         moved, held, topology = [*self._slots, *self._unseen], self._units.keys(), self._topology
         self.model = model_memory(self.counted, placements, size=self._size, topology=topology, held=held, moved=moved)
         """Memory of the parameters that these graphs use, without what an earlier graph has planned for."""
+        self.model = self._planned.with_chunks(self.model, self.counted, placements)
         if self._saves_on_drives:
             self.model = dataclasses.replace(self.model, staging=max(self.model.staging, BLOCK_BYTES))
         self.later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
@@ -166,6 +171,9 @@ class GraphBudget:
         self._alike = frozenset((slot.shape, slot.dtype) for slot in unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
         self.promised = not_held_yet(self.context, self._units.values())
+        second = gradient_bytes(self.context, self._used - set(self._units.values()))
+        self.second = Sides(second[Tier.DEVICE], second[Tier.HOST])
+        self._planned = PlannedParameters.of(self.context, self._units.values())
 
     def saved_by_others(self, saved: int) -> int:
         """Return the bytes that other graphs' forwards will hold where this one's leaves `saved`: in proportion to parameters.
@@ -212,7 +220,9 @@ class GraphBudget:
         fixed = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         if self.measuring:
             return fixed
-        next_gathered, next_inflight = self._one_ahead(graph, transient.widening)
+        homes = {self.placements.of(slot).params for slot in self._slots}
+        next_gathered, next_inflight = measure_one_ahead(graph, homes, self._topology, look_ahead=LOOK_AHEAD, counts=self.counts)
+        next_inflight = math.ceil(transient.widening * next_inflight)
         if not self._for_all:
             device, host = self._beside_all(transient)
         spare = Sides(device.spare, host.spare)
@@ -265,7 +275,7 @@ class GraphBudget:
             results=transient.compute.results,
             rounding=self._rounding(self.placements).gathers,
             saved_outside=self.compute.saved_outside,
-            chunks=Sides(self.model.chunk.device * plan.chunk_buffers, self.model.chunk.host * plan.chunk_buffers),
+            chunk=self.model.chunk,
             passing_host=taken.host,
             staging=staging or None,
             least=transient.least,
@@ -278,18 +288,6 @@ class GraphBudget:
         memory.inflight_gradients.limit = claims.on_the_way
         memory.staging.limit(claims.staging or STAGING_BYTES)
 
-    def _one_ahead(self, graph: fx.Graph, widening: float) -> tuple[int, int]:
-        """Return the bytes gathered, and gathered or in flight, of a schedule bounded by nothing but `LOOK_AHEAD`.
-
-        The largest unit is loaded that far ahead of its use, too; more memory would not be used.
-        """
-        topology, homes = self.context.link.topology, {self.placements.of(slot).params for slot in self._slots}
-        # one read to a device that is host memory takes the place of two hops
-        hops = max((len(topology.hops(home)) + topology.reads_at_once(home) for home in homes), default=0)
-        gathered = measure_ahead(graph, stages=LOOK_AHEAD, counts=self.counts)
-        ahead = measure_ahead(graph, stages=LOOK_AHEAD * max(1, hops), counts=self.counts)
-        return gathered, math.ceil(widening * ahead)
-
     def _check_device(self, transient: TransientMemory) -> _Side:
         context, model = self.context, self.model
         topology = context.link.topology
@@ -297,7 +295,7 @@ class GraphBudget:
         chunk, added = model.chunk.device, model.added_by_steps.device
         second = model.gradients.device if self.compute.is_forward else 0  # it makes none beside earlier ones
         most = max(transient.least.device, self.later.device)
-        others = max(self.promised.device, self._returning)
+        others = max(self.promised.device - (self.second.device if self.compute.is_forward else 0), self._returning)
         here = model.resident.device + chunk + most + others
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted

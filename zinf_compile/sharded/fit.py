@@ -21,7 +21,8 @@ from zinf_compile.plan.graph_plan import GraphMemory
 from zinf_compile.runtime.context import Context
 
 from .budget import GraphBudget
-from .short_ranks import least_of_ranks
+from .compute_to_come import compute_to_come
+from .short_ranks import largest_of_ranks, least_of_ranks
 
 
 class Fit:
@@ -42,8 +43,9 @@ class Fit:
     ) -> None:
         """`graphs` have gathers just in time, and marks of all values that may leave; `results`: a forward's other outputs.
 
-        Room is left for what graphs to come save and return, in proportion to this one's. Collective where ranks decide
-        `together`: they go by the one with the least room.
+        Room is left for what passes through other graphs, which planned for it, and for what graphs to come save and return, in
+        proportion to this one's, and compute, as much as this one. Collective where ranks decide `together`: they go by the one
+        with the least room.
         """
         self._budget, self._results = budget, results
         self._apart = context.link.topology.host_apart
@@ -51,9 +53,14 @@ class Fit:
         held = [ledger.total()[0] - ledger.now()["bounce"] for ledger in ledgers]
         caps = (budget.device_cap, budget.caps.host)
         room = [cap - own - promised for cap, own, promised in zip(caps, held, budget.promised, strict=True)]
+        passing = [context.memory.reservations.passing, context.memory.reservations.passing_host]
         if together:
             room = [least_of_ranks(context, each, what="room for homes") for each in room]
-        self._room = room
+            passing = [largest_of_ranks(context, each, what="what other graphs pass through memory") for each in passing]
+        self._room, self._passing_elsewhere = room, Sides(*passing)
+        self._to_come = 0
+        if budget.compute.counts:
+            self._to_come = compute_to_come(graphs[0], results, budget.counted if budget.unseen else ())
         self._begin(graphs)
 
     def of(self, graphs: Sequence[fx.Graph]) -> Fit:
@@ -106,10 +113,15 @@ class Fit:
     def _needed(self, measured: Sequence[ComputeMemory]) -> list[Sides]:
         """Return what each graph needs beside what is held all the while."""
         model, budget = self._budget.model, self._budget
-        found = []
+        compute = self._to_come
+        if budget.unseen:  # breaks divide no model into equal parts
+            compute = max(compute, 3 * max(each.temporaries for each in measured) // 2)
+        beside = measured[0].saved if compute else 0
+        elsewhere, found = budget.later.plus(Sides(compute + beside, 0)).most(self._passing_elsewhere), []
         for number, least in enumerate(self._passing(measured)):
             makes_none = budget.compute.counts and number == 0 < len(self._graphs) - 1  # a forward, beside earlier gradients
-            found.append(Sides(*map(max, least, budget.later)).plus(model.states if makes_none else model.added_by_steps))
+            added = model.states.plus(Sides(*(-each for each in budget.second))) if makes_none else model.added_by_steps
+            found.append(least.most(elsewhere).plus(added))
         return found
 
     def at_least(self, placements: Placements, moving: Sequence[SavedMemory]) -> Excess:

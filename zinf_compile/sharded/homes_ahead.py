@@ -78,7 +78,8 @@ def _excess(
     topology = context.link.topology
     model = model_memory(slots, placements, size=context.ranks.shard_group.size, topology=topology)
     passing = transient_of_unseen(model, slots, config.shape().bucket_of(slots), tile=config.tile_bytes)
-    needed = model.resident.plus(model.added_by_steps).plus(model.chunk).plus(passing)
+    chunks = model.chunk.plus(context.memory.reservations.chunks)
+    needed = model.resident.plus(model.added_by_steps).plus(chunks).plus(passing)
     return Excess(needed.device - room[0], needed.host - room[1] if topology.host_apart else 0)
 
 

@@ -28,8 +28,9 @@ def place_at_call(
     model = model_memory([*slots, *unseen], placements, size=context.ranks.shard_group.size, topology=topology)
     whole = sum(slot.bytes for slot in (*slots, *unseen))
     caps = find_caps(config, context, held=whole + memory.ledger.total()[0])
-    needed = model.resident.plus(model.added_by_steps).plus(model.chunk).plus(not_held_yet(context, ()))
     claims = memory.reservations
+    chunks = model.chunk.plus(claims.chunks)
+    needed = model.resident.plus(model.added_by_steps).plus(chunks).plus(not_held_yet(context, ()))
     rows = [
         (caps.device if topology.host_apart else min(caps.device, caps.host), memory.ledger, claims.passing, needed.device),
         (caps.host, memory.host_ledger, claims.passing_host, needed.host),

@@ -77,10 +77,7 @@ def transient_of_unseen(model: MemoryModel, slots: Iterable[ParameterSlot], buck
 
 
 def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
-    """Return the bytes that units, without some, will have in memory and don't have yet: states and second gradients as well.
-
-    With the buffers of an optimizer's step as graphs have planned for them.
-    """
+    """Return the bytes that units, without some, will have in memory and don't have yet: states and second gradients as well."""
     topology = context.link.topology
     parts: list[tuple[Tier, int, torch.dtype]] = []
     own: list[tuple[Tier, int, torch.dtype]] = []
@@ -100,8 +97,7 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
     promised, known = resident(parts, topology), resident(own, topology)
     ledgers = (context.memory.ledger, context.memory.host_ledger)
     held = [sum(ledger.now()[kind] for kind in ("params", "grads", "states")) for ledger in ledgers]
-    missing = Sides(max(0, promised.device + known.device - held[0]), max(0, promised.host + known.host - held[1]))
-    return missing.plus(context.memory.reservations.chunks)
+    return Sides(max(0, promised.device + known.device - held[0]), max(0, promised.host + known.host - held[1]))
 
 
 def copies_to_come(context: Context, but: Collection[Unit] = ()) -> int:

@@ -1,0 +1,174 @@
+"""Caps on models of several graphs: the first leaves room for the others, and all for what the caller holds of earlier calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from named_cap import named_cap
+from torch import nn
+from torch.nn import functional as F
+from training import BACKEND, adamw
+
+import zinf_compile
+from zinf_compile.errors import BudgetError
+from zinf_compile.sharded.parameter import ShardedParameter
+
+WIDTH, WORDS = 256, 2048
+
+
+class Broken(nn.Module):
+    """Two stacks of layers with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.second = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.first:
+            x = torch.tanh(layer(x))
+        torch._dynamo.graph_break()
+        for layer in self.second:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class FrozenWords(nn.Module):
+    """A frozen embedding whose result is made a leaf, as libraries do for checkpointing; a head in a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH).requires_grad_(requires_grad=False)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        x.requires_grad_()
+        torch._dynamo.graph_break()
+        x = torch.tanh(self.layer(x))
+        torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(x).flatten(0, 1), words.flatten())
+
+
+class LossApart(nn.Module):
+    """A head, and its loss in a graph without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = self.head(x)
+        torch._dynamo.graph_break()
+        return x.float().log_softmax(-1)[:, 0].neg().mean()
+
+
+class Noticing(nn.Module):
+    """One graph, compiled again at the second call: the first sets what it is compiled for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.kind: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "mean"
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean() if self.kind == "mean" else x.square().sum()
+
+
+def batch_of(kind: type[nn.Module], number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    if kind is FrozenWords:
+        return torch.randint(WORDS, (2, 32), generator=generator)
+    return torch.randn(64, WIDTH, generator=generator)
+
+
+def losses_of(model: nn.Module, call: Callable[..., torch.Tensor]) -> list[float]:
+    """Take two steps of two micro-batches, in a loop that holds the last loss while the next call runs."""
+    optimizer, found = adamw([p for p in model.parameters() if p.requires_grad]), []
+    for number in range(4):
+        loss = call(batch_of(type(model), number))
+        loss.backward()
+        found.append(loss.item())
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def seeded(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+class Trial:
+    """Trains one kind of model within caps; each time another model from the same seed, against eager."""
+
+    def __init__(self, kind: type[nn.Module], **options: Any) -> None:
+        self.kind, self.options = kind, options
+        model = seeded(kind)
+        self.eager = losses_of(model, model)
+
+    def train(self, cap: int) -> nn.Module:
+        torch.compiler.reset()
+        zinf_compile.reset()
+        model = seeded(self.kind)
+        model.compile(backend=BACKEND, options={**self.options, "device_memory": cap})
+        assert losses_of(model, model) == self.eager
+        return model
+
+    def least(self, *, refusals: int) -> int:
+        """Follow the caps that are named, from one byte on; return the first that trains, after so many refusals at most."""
+        cap = 1
+        for _ in range(refusals):
+            try:
+                self.train(cap)
+            except BudgetError as error:
+                cap = named_cap(error)
+            else:
+                return cap
+        self.train(cap)
+        return cap
+
+
+def test_the_first_graph_leaves_room_for_the_second(tmp_path: Any) -> None:
+    trial = Trial(Broken, nvme=str(tmp_path))
+    least = trial.least(refusals=2)
+    states = 4 * sum(4 * p.numel() for p in Broken().parameters())
+    assert least < states, "all in memory would take more: nothing of it has to stay there"
+    for more in (100_000, 1_000_000, 2_000_000, 4_000_000):
+        trial.train(least + more)
+
+
+def test_leaves_that_autograd_keeps_from_the_call_before_are_planned_for(tmp_path: Any) -> None:
+    trial = Trial(FrozenWords, nvme=str(tmp_path))
+    least = trial.least(refusals=2)
+    for more in (50_000, 3_000_000):
+        trial.train(least + more)
+
+
+def test_a_loss_without_parameters_is_no_reason_to_move_what_fits(tmp_path: Any) -> None:
+    """Others have parameters, but a graph without any is no measure of what they save."""
+    trial = Trial(LossApart, nvme=str(tmp_path))
+    model = trial.train(64 << 20)
+    parameter = next(model.parameters())
+    assert isinstance(parameter, ShardedParameter)
+    saved = parameter._zinf_unit.context.memory.saved
+    assert [set(each) - {"keep"} for each in saved.values() if any(each.values())] == [set(), set()]
+
+
+def test_a_graph_compiled_again_while_its_loss_is_held_trains_at_the_cap_that_is_named(tmp_path: Any) -> None:
+    trial = Trial(Noticing, nvme=str(tmp_path))
+    least = trial.least(refusals=1)
+    with pytest.raises(BudgetError):
+        trial.train(least - 1)
