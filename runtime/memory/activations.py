@@ -17,25 +17,38 @@ class Activations:
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[StorageWeakRef, int, Hashable]] = {}
-        """A reference, the bytes, and whose graph made it."""
+        """A reference, the bytes, and whose graph returned it to the caller alone; None where a backward needs it."""
+        self._behind: dict[int, frozenset[int]] = {}
+        """Of the storages of these, the reservations of the graph and of those whose results it read, by their identities."""
         self._leaves: set[int] = set()
         """Of these, storages of leaves that need gradients."""
         self.peak = 0
         """The most that was held when a graph returned."""
 
     def add(
-        self, outputs: Iterable[Any], device: torch.device, *, given: frozenset[int] = frozenset(), maker: Hashable = None
+        self,
+        outputs: Iterable[Any],
+        device: torch.device,
+        *,
+        given: frozenset[int] = frozenset(),
+        results: int | None = None,
+        maker: Hashable = None,
+        claims: frozenset[int] = frozenset(),
     ) -> None:
         """Count a graph's outputs on a device, without the storages that were `given` to it.
 
-        `maker`: the same for all variants of one graph, as for other shapes.
+        `results`: the number of outputs that the caller gets, the rest are saved for the backward; None: all. `maker`: the same
+        for all variants of one graph, as for other shapes. `claims`: the identities of the graph's reservations.
         """
-        for value in outputs:
+        claims |= self.behind(given)
+        for number, value in enumerate(outputs):
             if _is_plain(value) and value.device.type == device.type:
                 storage = value.untyped_storage()
                 size = storage.nbytes()
                 if size and storage._cdata not in given:
-                    self._kept[storage._cdata] = StorageWeakRef(storage), size, maker
+                    is_result = results is None or number < results
+                    self._kept[storage._cdata] = StorageWeakRef(storage), size, maker if is_result else None
+                    self._behind[storage._cdata] = claims
         self.peak = max(self.peak, self.held())
 
     def held(self, *, given: frozenset[int] = frozenset()) -> int:
@@ -43,21 +56,27 @@ class Activations:
         self._forget()
         return sum(size for key, (_, size, _) in self._kept.items() if key not in given)
 
-    def made_by(self, maker: Hashable, *, given: frozenset[int] = frozenset()) -> int:
-        """Return the bytes of these that variants of one graph made."""
+    def returned_by(self, maker: Hashable, *, given: frozenset[int] = frozenset()) -> int:
+        """Return the bytes of these that variants of one graph returned, and that no backward needs; 0 for the maker None."""
         self._forget()
-        return sum(size for key, (_, size, who) in self._kept.items() if who == maker and key not in given)
+        return sum(size for key, (_, size, who) in self._kept.items() if who == maker is not None and key not in given)
+
+    def behind(self, given: frozenset[int]) -> frozenset[int]:
+        """Return the reservations of graphs whose backward comes after that of a graph with these storages among its inputs."""
+        self._forget()
+        return frozenset().union(*(self._behind.get(key, ()) for key in given))
 
     def leaves(self, inputs: Iterable[Any]) -> int:
         """Return the bytes of results that became leaves that need gradients, as `inputs` of this graph or of an earlier one."""
         self._forget()
         found = {v.untyped_storage()._cdata for v in inputs if _is_plain(v) and v.is_leaf and v.requires_grad}
-        self._leaves = (self._leaves | found) & self._kept.keys()
+        self._leaves |= found & self._kept.keys()
         return sum(self._kept[key][1] for key in self._leaves)
 
     def _forget(self) -> None:
         for key in [key for key, (reference, *_) in self._kept.items() if reference.expired()]:
-            del self._kept[key]
+            del self._kept[key], self._behind[key]
+            self._leaves.discard(key)
 
 
 def storages_of(values: Iterable[Any]) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from zinf_compile.ir.sizes import UNFORESEEN, Sides
 from zinf_compile.ir.tiers import Tier
@@ -100,10 +100,9 @@ class Reservations:
         """The largest of all graphs, as one runs at a time."""
         return max((reservation.passing for reservation in self._made), default=0)
 
-    @property
-    def passing_alone(self) -> int:
-        """The same without what others of them save meanwhile."""
-        return max((reservation.passing - reservation.saved_outside for reservation in self._made), default=0)
+    def passing_alone(self, counts: Callable[[Reservation], bool]) -> int:
+        """Return the largest of some of them, without what others of them save meanwhile."""
+        return max((made.passing - made.saved_outside for made in self._made if counts(made)), default=0)
 
     @property
     def passing_backward(self) -> int:

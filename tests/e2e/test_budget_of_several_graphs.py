@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from broken_models import Broken, FrozenWords, LossApart, Noticing, batch_of
+from broken_models import Broken, FrozenWords, Layers, LossApart, Noticing, batch_of
 from named_cap import named_cap
 from torch import nn
 from training import BACKEND, adamw
@@ -65,7 +66,7 @@ class Trial:
         return cap
 
 
-def test_the_first_graph_leaves_room_for_the_second(tmp_path: Any) -> None:
+def test_the_first_graph_leaves_room_for_the_second(tmp_path: Path) -> None:
     trial = Trial(Broken, nvme=str(tmp_path))
     least = trial.least(refusals=2)
     states = 4 * sum(4 * p.numel() for p in Broken().parameters())
@@ -74,14 +75,14 @@ def test_the_first_graph_leaves_room_for_the_second(tmp_path: Any) -> None:
         trial.train(least + more)
 
 
-def test_leaves_that_autograd_keeps_from_the_call_before_are_planned_for(tmp_path: Any) -> None:
+def test_leaves_that_autograd_keeps_from_the_call_before_are_planned_for(tmp_path: Path) -> None:
     trial = Trial(FrozenWords, nvme=str(tmp_path))
     least = trial.least(refusals=2)
     for more in (50_000, 3_000_000):
         trial.train(least + more)
 
 
-def test_a_loss_without_parameters_is_no_reason_to_move_what_fits(tmp_path: Any) -> None:
+def test_a_loss_without_parameters_is_no_reason_to_move_what_fits(tmp_path: Path) -> None:
     """Others have parameters, but a graph without any is no measure of what they save."""
     trial = Trial(LossApart, nvme=str(tmp_path))
     model = trial.train(64 << 20)
@@ -91,8 +92,54 @@ def test_a_loss_without_parameters_is_no_reason_to_move_what_fits(tmp_path: Any)
     assert [set(each) - {"keep"} for each in saved.values() if any(each.values())] == [set(), set()]
 
 
-def test_a_graph_compiled_again_while_its_loss_is_held_trains_at_the_cap_that_is_named(tmp_path: Any) -> None:
+def test_a_graph_compiled_again_while_its_loss_is_held_trains_at_the_cap_that_is_named(tmp_path: Path) -> None:
     trial = Trial(Noticing, nvme=str(tmp_path))
     least = trial.least(refusals=1)
     with pytest.raises(BudgetError):
         trial.train(least - 1)
+
+
+def adversarial_losses(models: Sequence[nn.Module]) -> list[float]:
+    """Take two steps of two models with an optimizer each, of which one reads what the other makes."""
+    makes, judges = models
+    optimizers, found = [adamw(model.parameters()) for model in models], []
+    for number in range(2):
+        x = batch_of(Broken, number)
+        for loss_of, optimizer in zip(
+            (lambda x: judges(makes(x).detach()), lambda x: judges(makes(x))), optimizers[::-1], strict=True
+        ):
+            loss = loss_of(x).square().mean()
+            loss.backward()
+            found.append(loss.item())
+            optimizer.step()
+            for each in optimizers:
+                each.zero_grad()
+    return found
+
+
+def test_two_models_with_an_optimizer_each_train_at_the_cap_that_is_named_and_at_larger_ones(tmp_path: Path) -> None:
+    """Each step has chunks of its own: what is refused is refused before anything was updated."""
+
+    def models() -> list[nn.Module]:
+        torch.compiler.reset()
+        zinf_compile.reset()
+        torch.manual_seed(0)
+        return [Layers(), Layers()]
+
+    def train(cap: int) -> None:
+        made = models()
+        for model in made:
+            model.compile(backend=BACKEND, options={"nvme": str(tmp_path), "optimizer": "nvme", "device_memory": cap})
+        assert adversarial_losses(made) == expected
+
+    expected, cap, refusals = adversarial_losses(models()), 1, []
+    for _ in range(4):
+        try:
+            train(cap)
+        except BudgetError as error:
+            refusals.append(str(error))
+            cap = named_cap(error)
+    assert refusals
+    assert not [text for text in refusals if "nothing was updated" in text], "by a graph, not by a step"
+    for more in (0, 300_000, 1_000_000, 3_000_000, 6_000_000):
+        train(cap + more)

@@ -9,6 +9,19 @@ from torch.nn import functional as F
 WIDTH, WORDS = 256, 2048
 
 
+class Layers(nn.Module):
+    """One graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 class Broken(nn.Module):
     """Two stacks of layers with a graph break between them."""
 

@@ -360,7 +360,7 @@ class GraphCompiler:
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
         saved = SavedSpace(program, context, self.config.placement().nvme)
-        run = runner(live, context, saved, counts=checks.counts, makes_gradients=makes_gradients)
+        run = runner(live, context, saved, checks, makes_gradients=makes_gradients, results=self._results)
         run.budget, run.kept = self._budget, kept  # type: ignore[attr-defined]  # reservations, as long as the graph may run
         return run
 

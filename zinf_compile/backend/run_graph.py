@@ -12,6 +12,7 @@ from zinf_compile._torch import inside_ddp
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.memory.activations import storages_of
+from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.compute_budget import maker_of
 from zinf_compile.sharded.gradient import ShardedGradient
 
@@ -21,10 +22,11 @@ from .wrappers import wrapped_in
 
 
 def runner(
-    live: LiveProgram, context: Context, saved: SavedSpace, *, counts: bool, makes_gradients: bool
+    live: LiveProgram, context: Context, saved: SavedSpace, checks: CallChecks, *, makes_gradients: bool, results: int | None
 ) -> Callable[[list[Any]], list[Any]]:
-    """Return what binds the arguments of a call and performs the program; `counts`: results are activations that count.
+    """Return what binds the arguments of a call and performs the program.
 
+    `results`: of its outputs, the number that the caller gets, the rest are saved for the backward; None: all.
     The other ranks are told of an error, so that none waits for this one.
     """
     ranks = weakref.ref(context.ranks)  # a closed context lets go of them, and a compiled model may outlive it
@@ -37,11 +39,13 @@ def runner(
             now, (space, lack_of_space) = live.program, saved.reserve()
             units = live.binder.bind(args, lacks_space=lack_of_space)
             context.memory.trim_arena()  # the check has seen what others have taken
-            given = storages_of(args) if counts else None
-            results = execute(now, units, context, args, ShardedGradient, space=space)
+            given = storages_of(args) if checks.counts else None
+            returned = execute(now, units, context, args, ShardedGradient, space=space)
             if given is not None:
-                context.memory.activations.add(results, context.device, given=given, maker=maker_of(units.values()))
-            return results
+                maker = maker_of(units.values())
+                own = checks.claims
+                context.memory.activations.add(returned, context.device, given=given, results=results, maker=maker, claims=own)
+            return returned
         except BaseException as error:
             if (others := ranks()) is not None:
                 others.tell(error)

@@ -253,8 +253,12 @@ def adam_states(placement: Placement, dtype: torch.dtype) -> dict[str, torch.dty
     return kept if master is None else {"master": master, **kept}
 
 
-def step_chunk(slots: Sequence[ParameterSlot], placements: Placements, *, size: int, topology: Topology) -> tuple[int, Sides]:
+def step_chunk(
+    slots: Sequence[ParameterSlot], placements: Placements, *, size: int, topology: Topology, least: int | None = None
+) -> tuple[int, Sides]:
     """Return the elements of the largest chunk of an optimizer that has the parameters in this order, and the chunks' bytes.
+
+    `least`: chunks may have that many elements, as another graph has planned for.
 
     Parameters of one placement are updated in chunks of their own, and have memory for these.
     """
@@ -268,7 +272,8 @@ def step_chunk(slots: Sequence[ParameterSlot], placements: Placements, *, size: 
         seen[id(placement)].append(slot)
     found = [_chunk_of(alike, placement, size=size, topology=topology) for placement, alike in by_placement.items()]
     largest = max((numel for numel, _ in found), default=0)
-    if len(found) > 1:  # what is planned for one is what all keep to
+    if len(found) > 1 or (least or 0) > largest:  # what is planned for one is what all keep to
+        largest = max(largest, least or 0)
         found = [_chunk_of(each, at, size=size, topology=topology, chunk_numel=largest) for at, each in by_placement.items()]
     sides = Sides(0, 0)
     for _, count in found:

@@ -50,8 +50,7 @@ partition_alike — Partitioning of whole tensors like the parameter beside whic
     was partitioned.
 place_at_call — Homes of parameters that a compiled graph first sees at a call, in the place of those that it was compiled
     with.
-planned_parameters — Parameters that earlier graphs planned for: a step updates them and those of the graphs to come in the
-    same chunks.
+planned_parameters — Parameters that earlier graphs planned for, whose chunks pass through memory in steps.
 promised — Memory that other graphs will take: for parameters that no graph has seen yet, and for what earlier graphs don't
     hold yet.
 recompile_limit — Dynamo's limit of recompilations: raised for compiled models, and a warning where a function exceeds

@@ -36,7 +36,7 @@ from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding
 from .graph_needs import GraphNeeds
 from .parameter import ShardedParameter, unit_of
 from .planned_parameters import PlannedParameters
-from .promised import bytes_beside, copies_to_come, not_held_yet, transient_of_unseen, unseen_parameters
+from .promised import bytes_beside, copies_to_come, not_held_yet, running_units, transient_of_unseen, unseen_parameters
 from .short_ranks import least_of_ranks
 from .shortage import Need, advice, gradient_bytes, reserved_by_others
 from .unplanned import is_unplanned, planned
@@ -106,7 +106,9 @@ class GraphBudget:
             config,
             context.device,
             context.link.topology,
-            outside=outside_bytes(config, context, inputs, units.values()).more(self._rounding(self.placements).total),
+            outside=outside_bytes(config, context, inputs, () if fresh else units.values()).more(
+                self._rounding(self.placements).total
+            ),
             gradient_stays=self._gradient_stays,
         )
         known = [inputs[slot.index] for slot in slots]
@@ -172,8 +174,9 @@ class GraphBudget:
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
         self.promised = not_held_yet(self.context, self._units.values())
         second = gradient_bytes(self.context, self._used - set(self._units.values()))
-        self.second = Sides(second[Tier.DEVICE], second[Tier.HOST])
-        self._planned = PlannedParameters.of(self.context, self._units.values())
+        self.second = Sides(min(second[Tier.DEVICE], self.promised.device), min(second[Tier.HOST], self.promised.host))
+        own, running = set(self._units.values()), self._used | running_units()
+        self._planned = PlannedParameters.of(self.context, own, running=running, size=self._size)
 
     def saved_by_others(self, saved: int) -> int:
         """Return the bytes that other graphs' forwards will hold where this one's leaves `saved`: in proportion to parameters.

@@ -22,6 +22,7 @@ from zinf_compile.passes.analysis.compute_memory import account_compute
 from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.activations import storages_of
+from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.accelerator import allocated_bytes
 from zinf_compile.runtime.system.library_memory import take_workspaces
@@ -43,7 +44,7 @@ class Outside:
     """Of results of graphs that became leaves, as where a frozen embedding's result is told to require gradients: autograd holds
     those of the call before, and their gradients, for as long as the caller holds its loss."""
     own: int = 0
-    """Of `saved`, what an earlier variant of the same graph had: among it may be results that its caller holds, as a loss."""
+    """Of `saved`, results of an earlier variant of the same graph that the caller holds, as a loss."""
 
     def more(self, count: int) -> Outside:
         """Return the same with more bytes."""
@@ -170,14 +171,14 @@ def rounding_bytes(
 
 
 def maker_of(units: Iterable[Unit | Tile]) -> Hashable:
-    """Return what variants of one graph have in common, as the maker of activations: their parameters."""
-    return frozenset(id(unit) for unit in units if not isinstance(unit, Tile))
+    """Return what variants of one graph have in common, as the maker of activations: their parameters; None without any."""
+    return frozenset(unit.serial for unit in units if not isinstance(unit, Tile)) or None
 
 
 def outside_bytes(config: Config, context: Context, inputs: Sequence[Any], units: Iterable[Unit]) -> Outside:
     """Return the bytes of an accelerator's memory that are the user's own or libraries', beside `inputs` of a graph.
 
-    `units`: of the graph's parameters that are partitioned already.
+    `units`: of the graph's parameters, where an earlier variant of it has partitioned them.
     On the CPU nothing tells whose memory is whose: there it is what other graphs have saved.
     """
     if config.device_memory is None:
@@ -198,7 +199,7 @@ def _outside(context: Context, inputs: Sequence[Any], maker: Hashable) -> Outsid
             s._cdata: s.nbytes() for v in inputs if isinstance(v, torch.Tensor) and (s := v.untyped_storage()).device == device
         }
     given, activations = frozenset(storages), memory.activations
-    live, own, leaves = activations.held(given=given), activations.made_by(maker, given=given), activations.leaves(inputs)
+    live, own, leaves = activations.held(given=given), activations.returned_by(maker, given=given), activations.leaves(inputs)
     found = live
     if device.type != "cpu":
         found = max(live, allocated_bytes(device) - memory.ledger.held() - sum(storages.values()))
@@ -219,6 +220,8 @@ class Call:
     """What other graphs had saved when this one was compiled, which reservations include."""
     outside: int
     """Beside `passing`: what others than graphs held when it was compiled, and the allocator's rounding."""
+    claims: Sequence[Reservation]
+    """Those of the graph and its backward."""
 
 
 def call_of(compute: GraphCompute, claims: Sequence[Reservation]) -> Call | None:
@@ -231,6 +234,7 @@ def call_of(compute: GraphCompute, claims: Sequence[Reservation]) -> Call | None
         results=max(claim.results for claim in claims),
         saved_outside=compute.saved_outside,
         outside=compute.outside - compute.saved_outside,
+        claims=claims,
     )
 
 
@@ -255,8 +259,8 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
         mine = memory.ledger.held() + live + sum(_sizes(args, context.device))
         user = max(0, allocated_bytes(context.device) - mine - call.outside)
     memory.taken = beside + user
-    unknown = beside > call.saved_outside  # as between two forwards: what this one leaves is there while any graph runs
-    more = max(beside + call.passing + call.outside, call.saved + claims.passing_alone if unknown else 0) + user
+    later = _while_others_run(memory, call, given) if beside else 0
+    more = max(beside + call.passing + call.outside, later) + user
     gradients = gradient_bytes(context, _without_gradients(units))[Tier.DEVICE]
     held = held_bytes(memory.ledger, more + gradients, cap, memory) + gradients
     beside = more - call.passing - call.outside
@@ -270,6 +274,17 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
         "backwards first, keep fewer results, or use smaller batches; activations='nvme' moves all that is saved to a drive"
         + (", reshard_after_forward=True keeps no parameter gathered for its backward" if any(claims.kept.values()) else ""),
     )
+
+
+def _while_others_run(memory: Memory, call: Call, given: frozenset[int]) -> int:
+    """Return the most that is held while the backward of another graph runs, of what the call leaves.
+
+    Backwards of graphs whose results it reads come after its own, which frees what it saved: only its results may be there.
+    """
+    claims, own = memory.reservations, {id(claim) for claim in call.claims}
+    behind = memory.activations.behind(given) - own
+    others = claims.passing_alone(lambda made: id(made) not in own and id(made) not in behind)
+    return max(call.saved + others, call.results + claims.passing_alone(lambda made: id(made) in behind))
 
 
 def _without_gradients(units: Iterable[Unit | Tile]) -> list[Unit]:

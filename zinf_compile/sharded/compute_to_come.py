@@ -7,7 +7,8 @@ graph may be refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -24,18 +25,23 @@ _ITEM_BYTES = 4
 
 
 def compute_to_come(forward: fx.Graph, results: int | None, parameters: Iterable[ParameterSlot]) -> int:
-    """Return the bytes of what is computed with the `results` that a graph returns first: none where it returns its loss.
+    """Return the bytes of what is computed with the `results` that a graph returns first.
 
-    `parameters`: with which graphs to come may multiply them.
+    Where it returns its loss, none is computed of them any more. `parameters`: with which graphs to come may multiply them.
     """
     given = [node for node in returned(forward)[:results] if isinstance(node, fx.Node)]
-    values = [value for node in given if isinstance(value := node.meta.get("val"), torch.Tensor)]
-    values = [value for value in values if value.is_floating_point() and value.dim() > 1]
-    widest = max((max(slot.shape) for slot in parameters if len(slot.shape) > 1), default=0)
-    numel = max((max(hinted_numel(value), _rows(value) * widest) for value in values), default=0)
+    values = [value for node in given if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_floating_point()]
+    matrices = [slot.shape for slot in parameters if len(slot.shape) == 2]
+    has_loss = any(not value.dim() for value in values)
+    numel = max((max(0 if has_loss else hinted_numel(value), _product(value, matrices)) for value in values), default=0)
     return COPIES * _ITEM_BYTES * numel
 
 
-def _rows(value: torch.Tensor) -> int:
+def _product(value: torch.Tensor, matrices: Iterable[Sequence[int]]) -> int:
+    """Return the elements of the largest product of a value's rows and one of the matrices, or its transpose."""
+    if value.dim() < 2:
+        return 0
     last = value.shape[-1]
-    return hinted_numel(value) // max(1, (last.node.hint or 0) if isinstance(last, torch.SymInt) else last)
+    width = last.node.hint or 0 if isinstance(last, torch.SymInt) else last
+    widest = max((math.prod(shape) // width for shape in matrices if width and width in shape), default=0)
+    return hinted_numel(value) // max(1, width) * widest

@@ -134,6 +134,7 @@ class Fit:
         forward, backward = self._least_compute(moving)
         device = max(forward + gradients.device, backward) + shards.device + states.device
         held = shards.host + gradients.host + states.host + bytes_in_memory(moving)
+        device -= budget.second.device  # which room has been left for, and a forward doesn't make
         return Excess(device - self._room[0], held - self._room[1] if self._apart else 0)
 
     def _least_compute(self, moving: Sequence[SavedMemory]) -> tuple[int, int]:

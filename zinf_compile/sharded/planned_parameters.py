@@ -1,4 +1,8 @@
-"""Parameters that earlier graphs planned for: a step updates them and those of the graphs to come in the same chunks."""
+"""Parameters that earlier graphs planned for, whose chunks pass through memory in steps.
+
+Those of the model that runs are updated in the same chunks as the parameters of the graph that is compiled. Others, as of a
+discriminator beside a generator, have optimizers and chunks of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from zinf_compile._torch import no_torch_function
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.sizes import Sides
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.plan.memory_model import MemoryModel, step_chunk
 from zinf_compile.runtime.context import Context
@@ -16,37 +21,56 @@ from zinf_compile.runtime.units.unit import Unit
 _FIRST = -(1 << 40)
 """Of indices that no graph's input has, nor a parameter that no graph has seen."""
 
+_NONE = Sides(0, 0)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedParameters:
     """Those of some ranks that are trained, and their homes."""
 
     slots: Sequence[ParameterSlot] = ()
+    """Of the model that runs."""
     homes: Mapping[int, Placement] = dataclasses.field(default_factory=dict)
+    chunk_numel: int = 0
+    """The elements of the largest chunk that was planned for: steps keep to it."""
+    beside: Sides = _NONE
+    """Bytes of the chunks of other models."""
 
     @classmethod
-    def of(cls, context: Context, but: Collection[Unit]) -> PlannedParameters:
-        """Return all but those of some units."""
-        slots: list[ParameterSlot] = []
-        homes: dict[int, Placement] = {}
-        for unit in list(context.units):
-            parameter = unit.parameter()
-            if unit in but or parameter is None:
-                continue
-            with no_torch_function():
-                trained = parameter.requires_grad
-            if trained:
-                slot = dataclasses.replace(
-                    ParameterSlot.of(parameter, unit.name, index=_FIRST - len(slots)), tiles=tuple(unit.boxes)
-                )
-                slots.append(slot)
-                homes[slot.index] = unit.placement
-        return cls(slots, homes)
+    def of(cls, context: Context, but: Collection[Unit], *, running: Collection[Unit], size: int) -> PlannedParameters:
+        """Return all but those of some units; `running`: those of the model that runs. The same on each of `size` ranks."""
+        families: dict[int | None, list[Unit]] = {}
+        for unit in sorted(context.units, key=lambda unit: unit.serial):
+            if unit not in but:
+                families.setdefault(None if unit in running else unit.family, []).append(unit)
+        claims, topology, beside = context.memory.reservations, context.link.topology, _NONE
+        mine, homes = _described(families.pop(None, ()))
+        for units in families.values():
+            slots, at = _described(units)
+            if slots:
+                placements = Placements(units[0].placement, at)
+                beside = beside.plus(step_chunk(slots, placements, size=size, topology=topology, least=claims.chunk_numel)[1])
+        return cls(mine, homes, claims.chunk_numel or 0, beside)
 
     def with_chunks(self, model: MemoryModel, slots: Sequence[ParameterSlot], placements: Placements) -> MemoryModel:
-        """Return the model of parameters with these homes, with the chunks of a step over all of them."""
-        if not self.slots:
-            return model
-        everywhere = Placements(placements.rest, {**placements.own, **self.homes})
-        numel, chunk = step_chunk([*self.slots, *slots], everywhere, size=model.size, topology=model.topology)
-        return dataclasses.replace(model, chunk_numel=numel, chunk=chunk)
+        """Return the model of parameters with these homes, with the chunks of steps over all of them."""
+        numel, chunk = model.chunk_numel, model.chunk
+        if self.slots:
+            everywhere = Placements(placements.rest, {**placements.own, **self.homes})
+            together = [*self.slots, *slots]
+            numel, chunk = step_chunk(together, everywhere, size=model.size, topology=model.topology, least=self.chunk_numel)
+        return dataclasses.replace(model, chunk_numel=numel, chunk=chunk.plus(self.beside))
+
+
+def _described(units: Sequence[Unit]) -> tuple[list[ParameterSlot], dict[int, Placement]]:
+    """Return the parameters that are trained as a graph would have them, and their homes."""
+    slots: list[ParameterSlot] = []
+    homes: dict[int, Placement] = {}
+    with no_torch_function():
+        for unit in units:
+            parameter = unit.parameter()
+            if parameter is not None and parameter.requires_grad:
+                slot = ParameterSlot.of(parameter, unit.name, index=_FIRST - len(slots))
+                slots.append(dataclasses.replace(slot, tiles=tuple(unit.boxes)))
+                homes[slot.index] = unit.placement
+    return slots, homes

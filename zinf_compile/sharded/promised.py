@@ -40,6 +40,14 @@ def unseen_parameters(known: Iterable[object]) -> list[ParameterSlot]:
     return [slot for slot in found if slot.numel and slot.device.type != "meta"]
 
 
+def running_units() -> set[Unit]:
+    """Return the units of the modules whose methods are running, as far as these are partitioned already."""
+    with no_torch_function():
+        modules = [caller for caller in callers() if isinstance(caller, nn.Module)]
+        found = (unit_of(parameter) for module in modules for parameter in module.parameters())
+        return {unit for unit in found if unit is not None}
+
+
 def bytes_beside(known: Iterable[object]) -> int:
     """Return the bytes of all other parameters of the modules whose methods are running, of partitioned ones as if whole."""
     seen, found = {id(parameter) for parameter in known}, 0
