@@ -39,7 +39,7 @@ class Reservation:
     saved_outside: int = 0
     """Of `passing`, what other graphs had saved when it was compiled."""
     chunk: Sides = _NONE
-    """Bytes of the buffers for one chunk: a step takes no more of them than fit."""
+    """Bytes of one chunk of each optimizer, where placements differ of each: a step takes no more of them than fit."""
     passing_host: int = 0
     """The most that passes through host memory at once, where the device has memory of its own."""
     staging: int | None = None
@@ -174,7 +174,7 @@ class Reservations:
 
     @property
     def chunk(self) -> Sides:
-        """The most bytes of one chunk of all: chunks of all parameters pass through the same buffers."""
+        """The most bytes that any has planned for one chunk of each optimizer."""
         found = [reservation.chunk for reservation in self._made]
         return Sides(max((each.device for each in found), default=0), max((each.host for each in found), default=0))
 
