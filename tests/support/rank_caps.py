@@ -50,6 +50,13 @@ def refused(call: Callable[[], object], rank: int) -> int:
     return same_on_all(named_cap(said))
 
 
+def forget_graphs(context: Context) -> None:
+    """Reserve nothing for graphs of models that are gone: Dynamo keeps them, and they were planned before a rank held more."""
+    claims = context.memory.reservations
+    for made in list(claims._made):
+        claims.remove(made)
+
+
 def caps_of_all(rank: int, size: int) -> list[int]:
     """Search the smallest cap with gradients in fp32, in bf16, and with a rank that holds more: each is exact to the byte."""
     prepare()
@@ -58,7 +65,7 @@ def caps_of_all(rank: int, size: int) -> list[int]:
     all_refuse(rank, context, found[0])
     found.append(like_parameters(rank, found[0]))
     held = held_on(rank, context)
-    found.append(smallest_cap(OPTIONS, rank))
+    found.append(smallest_cap(OPTIONS, rank, before=lambda: forget_graphs(context)))
     del held
     return [same_on_all(cap) for cap in found]
 

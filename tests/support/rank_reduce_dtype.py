@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -186,10 +186,11 @@ def train_within(options: Mapping[str, Any], cap: int, rank: int) -> None:
         assert context.memory.ledger.total()[1] <= cap, f"{options}: {context.memory.ledger.peak()}"
 
 
-def smallest_cap(options: Mapping[str, Any], rank: int) -> int:
-    """Return the cap that errors come to name; it works, and one byte less doesn't."""
+def smallest_cap(options: Mapping[str, Any], rank: int, *, before: Callable[[], None] = lambda: None) -> int:
+    """Return the cap that errors come to name; it works, and one byte less doesn't. `before` is called before each training."""
     cap = 1
     for _ in range(6):
+        before()
         try:
             train_within(options, cap, rank)
         except BudgetError as error:
@@ -197,8 +198,9 @@ def smallest_cap(options: Mapping[str, Any], rank: int) -> int:
         else:
             break
         assert named, "an error of a cap names one"
-        before, cap = cap, int(named[0].replace(",", ""))
-        assert cap > before
+        last, cap = cap, int(named[0].replace(",", ""))
+        assert cap > last
+    before()
     try:
         train_within(options, cap - 1, rank)
     except BudgetError:
