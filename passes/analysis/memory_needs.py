@@ -53,7 +53,7 @@ class TransferNeeds:
 def _measure_others(graph: fx.Graph) -> GraphMemory:
     """Measure all but what is gathered: no bytes and no name stand for that."""
     last_group = LONE_GROUP
-    left = reduced = together = under_way = last = converting = converted = all_reduced = 0
+    left = reduced = together = under_way = last = converting = converted = 0
     for node in graph.nodes:
         if node.target is ops.reduce_scatter:
             own = slot_behind(node).bytes if wire_type(node) != slot_behind(node).dtype else 0
@@ -64,7 +64,6 @@ def _measure_others(graph: fx.Graph) -> GraphMemory:
             if not together:
                 under_way = last
             together += wire_bytes(node) + own
-            all_reduced += wire_bytes(node) + own
             group = group_of(node)
             last = last + wire_bytes(node) if group == last_group != LONE_GROUP else wire_bytes(node)
             last_group = group
@@ -86,8 +85,6 @@ def _measure_others(graph: fx.Graph) -> GraphMemory:
         converted=converted,
         left=left,
         reduced=reduced,
-        all_gathered=sum(map(wire_bytes, gathers)),
-        all_reduced=all_reduced,
     )
 
 

@@ -38,10 +38,6 @@ class GraphMemory:
     """Peak of gradients that one region computes, in both types during the cast."""
     reduced: int
     """The same, plus the last transfer of the region before, which may still be running."""
-    all_gathered: int
-    """All units that are gathered, and where once more in the graph, once more."""
-    all_reduced: int
-    """All gradients that are transferred, by the same account as `reduced`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

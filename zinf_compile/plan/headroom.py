@@ -30,15 +30,14 @@ def plan_graph(model: MemoryModel, transient: TransientMemory, *, spare: Sides, 
     """Decide how far ahead one graph runs with `spare` bytes left within the caps.
 
     `one_ahead`: bytes gathered or being swapped in if the look-ahead alone bounds the schedule, the most that it can use. Memory
-    goes to chunks of the step first, then to gathers up to the default number of buckets, gradients, staging, and more gathers. A
-    graph takes no more than all its transfers use at once, and leaves one part in `UNFORESEEN` free.
+    goes to chunks of the step first, then to gathers up to the default number of buckets, gradients, staging, and more gathers.
+    One part in `UNFORESEEN` stays free.
     """
     headroom = Headroom(Sides(*(left - left // UNFORESEEN for left in spare)), model.topology)
     chunk_buffers = 1 + headroom.take(CHUNK_BUFFERS - 1, *model.chunk)
     widest = max(BUCKETS_ON_THE_WAY * bucket_bytes, math.ceil(BUCKETS_GATHERED * bucket_bytes * transient.widening))
-    wished_ahead = max(0, min(max(widest, one_ahead), transient.all_full) - transient.full) if transient.gathered else 0
-    most_reduced = min(BUCKETS_REDUCED * bucket_bytes, transient.all_reduced)
-    wished_reduced = max(0, most_reduced - transient.reduced) if transient.reduced else 0
+    wished_ahead = max(0, max(widest, one_ahead) - transient.full) if transient.gathered else 0
+    wished_reduced = max(0, BUCKETS_REDUCED * bucket_bytes - transient.reduced) if transient.reduced else 0
     wished_staging = max(0, STAGING_BYTES - model.staging) if model.staging else 0
     ahead = headroom.take(min(widest - transient.full, wished_ahead), transient.on_device, transient.on_host)
     reduced = headroom.take(wished_reduced, 1)

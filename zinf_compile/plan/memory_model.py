@@ -46,10 +46,6 @@ class TransientMemory:
     """These, and those of the region before that are still in transfer."""
     converted: int
     """Gradients cast to the type of their reduction, unless `reduced` counts them."""
-    all_full: int
-    """All units that are gathered, as `full` counts them: what can be ahead at most."""
-    all_reduced: int
-    """All gradients, as `reduced` counts them."""
     compute: ComputeMemory
     """Activations and temporaries, where these count."""
     largest: str
@@ -144,8 +140,6 @@ class MemoryModel:
             left=left,
             reduced=reduced,
             converted=converted,
-            all_full=math.ceil(graph.all_gathered * widening),
-            all_reduced=self._on_their_way(graph.all_reduced),
             compute=compute,
             largest=graph.largest,
             on_device=on_device,

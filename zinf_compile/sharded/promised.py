@@ -76,8 +76,6 @@ def transient_of_unseen(model: MemoryModel, slots: Iterable[ParameterSlot], buck
         widening=1.0,
         cast=0,
         converted=0,
-        all_gathered=0,
-        all_reduced=0,
         left=reduced,
         reduced=reduced,
     )
