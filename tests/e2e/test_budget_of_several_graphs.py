@@ -49,7 +49,11 @@ class Trial:
         zinf_compile.reset()
         model = seeded(self.kind)
         model.compile(backend=BACKEND, options={**self.options, "device_memory": cap})
-        assert losses_of(model, model) == self.eager
+        found = losses_of(model, model)
+        if any(len(p._zinf_unit.boxes) > 1 for p in model.parameters() if isinstance(p, ShardedParameter)):
+            assert found == pytest.approx(self.eager, rel=1e-5), "products of tiles may be rounded otherwise"
+        else:
+            assert found == self.eager
         return model
 
     def least(self, *, refusals: int) -> int:
