@@ -3,6 +3,7 @@
 blocks — Block boundaries of the model, from names, order and sizes of units alone. `align_regions` and `group_units` cut
     there.
 compute_account — The account of compute's memory, for any choice of gradients that stay where they are made.
+compute_choices — Accounts of one graph for each choice of the saved values that stay, made of two of them.
 compute_graph — Facts of a graph that its account reads: runs that may be fused, bytes of results, aliases.
 compute_memory — Memory of one graph's compute, an upper bound: saved activations and temporaries. `GraphBudget` counts it.
 fold_blocks — Folding of a summary: lines that repeat from block to block of a model are printed once. `summary` calls it.

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx
 
@@ -68,8 +70,8 @@ class ComputeGraph:
         """Operators that move saved values, each with these."""
         self.making = {node for node in calls if node.target not in SCHEDULE_OPS or node.target in _MAKING}
         """Operators whose results may be memory of compute's."""
-        self.scratch: dict[fx.Node, int] = {}
-        """What operators take beside their results, as far as an account has asked."""
+        self.scratch: npt.NDArray[np.int64] | None = None
+        """What each operator takes beside its results, once an account has asked."""
         self._regions = self._runs(lambda node: False)
         self._fused = self._runs(_calls_library)
         self._aliases: dict[fx.Node, list[fx.Node]] = {}

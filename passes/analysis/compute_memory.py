@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import fx
 
 from zinf_compile.ir import ops
@@ -34,6 +36,20 @@ from .saved_memories import bytes_together
 Memory = tuple[fx.Node, int]
 """A node that makes memory, and which of its results this is."""
 
+Gradient = tuple[int, ParameterSlot, int, int]
+"""The place where a gradient is made, whose it is, its bytes, and those by its own account."""
+
+Bytes = npt.NDArray[np.int64]
+
+
+class Life(NamedTuple):
+    """The places of the first and the last node beside which a memory is there."""
+
+    born: int
+    dies: int
+    bytes: int
+    is_activation: bool
+
 
 def account_compute(
     graph: ComputeGraph,
@@ -48,10 +64,12 @@ def account_compute(
     the backward; None: all. `stays`: names of saved values that count as if they stayed on the device, although the graph moves
     them: so one graph shows what each choice of them takes.
     """
-    return _Account(graph, forward=forward, results=results, stays=stays).account()
+    return LiveMemories(graph, forward=forward, results=results, stays=stays).account
 
 
-class _Account:
+class LiveMemories:
+    """The memories of one graph's compute, with the nodes between which each is there; see `account_compute`."""
+
     def __init__(
         self, graph: ComputeGraph, *, forward: ForwardValues | None, results: int | None, stays: frozenset[str] = frozenset()
     ) -> None:
@@ -66,8 +84,26 @@ class _Account:
         self._dies: dict[Memory, int] = {}
         self._kept: set[Memory] = set()
         """Activations: not temporaries."""
+        self.made: dict[Memory, tuple[ParameterSlot, int, int]] = {}
+        """The memories of gradients that may stay where they are made: (whose, bytes, by their own account)."""
+        self.saved: set[Memory] = set()
+        """Memories that the graph returns or saves."""
+        self.account = self._find_account()
 
-    def account(self) -> ComputeAccount:
+    def lives(self) -> dict[Memory, Life]:
+        """Return when each memory is there, without gradients that may stay."""
+        return {m: Life(self._born[m], self._dies[m], size, m in self._kept) for m, size in self._bytes.items()}
+
+    @property
+    def gradients(self) -> list[Gradient]:
+        """Return the gradients that may stay where they are made."""
+        return [(self._born[memory], *row) for memory, row in self.made.items()]
+
+    def behind(self, node: fx.Node) -> tuple[Memory, ...]:
+        """Return the memories that a node's value refers to."""
+        return self._memories.get(node, ())
+
+    def _find_account(self) -> ComputeAccount:
         shared = self._shared_placeholders()
         for node in self._nodes:
             self._enter(node, shared)
@@ -85,7 +121,7 @@ class _Account:
             staying = {memory for memory, *_ in gradients}
             for memory in self._bytes:
                 self._fuse(memory, end if memory in staying else min(self._dies[memory], end))
-        made = {memory: (slot, self._bytes.pop(memory), own) for memory, slot, own in gradients}
+        self.made = {memory: (slot, self._bytes.pop(memory), own) for memory, slot, own in gradients}
         handed = ForwardValues()
         results = {memory for node in returned for memory in self._memories.get(node, ()) if memory[0].op != "placeholder"}
         for node in given:
@@ -96,18 +132,18 @@ class _Account:
                 if memory in results or memory[0].op == "placeholder":
                     handed.kept.add(key)
         of_results = sum(self._bytes.get(memory, 0) for memory in results)
-        saved = {m for n in given for m in self._memories.get(n, ()) if m[0].op != "placeholder"}
+        self.saved = {m for n in given for m in self._memories.get(n, ()) if m[0].op != "placeholder"}
         if self._forward is None:  # the caller may hold those of the call before
             beside = of_results
         else:
             shown = set(shared.values())
             beside = sum(self._forward.bytes[key] for key in self._forward.kept - shown)
-        live = self._live()
+        live = live_bytes(changes_of(self.lives().values(), len(self._nodes)), self.scratch)
         return ComputeAccount(
-            stretches=self._stretches(made, live),
-            live=list(map(sum, live)),
+            stretches=stretches_of(live, self.gradients),
+            live=live.sum(0).tolist(),
             beside=beside,
-            saved=sum(self._bytes.get(memory, 0) for memory in saved),
+            saved=sum(self._bytes.get(memory, 0) for memory in self.saved),
             results=of_results,
             handed=handed,
         )
@@ -119,29 +155,6 @@ class _Account:
         first, last = self._graph.fused_run(self._born[memory]), self._graph.fused_run(dies)
         if first != last:  # else it stays inside of a kernel, or lives as long as it would operator by operator
             self._born[memory], self._dies[memory] = first[0], last[1]
-
-    def _stretches(
-        self, gradients: Mapping[Memory, tuple[ParameterSlot, int, int]], live: Sequence[tuple[int, int]]
-    ) -> list[Stretch]:
-        """Return the parts of the graph between the moments when `gradients` are made: (whose, bytes, by their own account)."""
-        order = sorted(gradients, key=lambda memory: self._born[memory])
-        starts = [0, *(self._born[memory] for memory in order)]
-        found = []
-        for (start, end), memory in zip(itertools.pairwise([*starts, len(live)]), [None, *order], strict=True):
-            kept, temporaries = max(live[start:end], key=sum, default=(0, 0))
-            slot, made, own = (None, 0, 0) if memory is None else gradients[memory]
-            found.append(Stretch(kept=kept, temporaries=temporaries, gradient=slot, made=made, own=own, start=start))
-        return found
-
-    def _live(self) -> list[tuple[int, int]]:
-        """Return the bytes of activations and of temporaries at each node, without gradients that may stay."""
-        more_kept, more = [0] * (len(self._nodes) + 1), [0] * (len(self._nodes) + 1)
-        for memory, size in self._bytes.items():
-            changes = more_kept if memory in self._kept else more
-            changes[self._born[memory]] += size
-            changes[self._dies[memory] + 1] -= size
-        sums = zip(self._nodes, itertools.accumulate(more_kept), itertools.accumulate(more), strict=False)
-        return [(kept, temporaries + self._scratch(node)) for node, kept, temporaries in sums]
 
     def _enter(self, node: fx.Node, shared: Mapping[fx.Node, tuple[str, int]]) -> None:
         """Note the memories of a node's value, which live until its last reader."""
@@ -239,13 +252,47 @@ class _Account:
             if self._dies[memories[0]] == self._place[node] and self._graph.computed_just_before(memories[0][0], node):
                 yield memories[0], slot_behind(node)
 
-    def _scratch(self, node: fx.Node) -> int:
-        """Return what an operator takes beside its results: a loop over tokens, or a library as far as that is known."""
-        known = self._graph.scratch
-        if node not in known:
-            target, graph = node.target, self._graph
-            known[node] = _slice(target, node, graph) if isinstance(target, TokenLoop) else library_bytes(node, graph)
-        return known[node]
+    @property
+    def scratch(self) -> Bytes:
+        """Return what each operator takes beside its results: a loop over tokens, or a library as far as that is known."""
+        graph = self._graph
+        if graph.scratch is None:
+            loops = ((node, node.target) for node in self._nodes)
+            graph.scratch = np.array(
+                [_slice(loop, n, graph) if isinstance(loop, TokenLoop) else library_bytes(n, graph) for n, loop in loops],
+                dtype=np.int64,
+            )
+        return graph.scratch
+
+
+def changes_of(lives: Iterable[Life], count: int) -> Bytes:
+    """Return the bytes that come at each of a graph's `count` nodes less those that go: a row of activations, one of others."""
+    found = [[0] * (count + 1), [0] * (count + 1)]
+    for life in lives:
+        row = found[not life.is_activation]
+        row[life.born] += life.bytes
+        row[life.dies + 1] -= life.bytes
+    return np.array(found, dtype=np.int64)
+
+
+def live_bytes(changes: Bytes, scratch: Bytes) -> Bytes:
+    """Return the bytes of activations and of temporaries at each node, without gradients that may stay."""
+    live: Bytes = changes.cumsum(axis=1)[:, :-1]
+    live[1] += scratch
+    return live
+
+
+def stretches_of(live: Bytes, gradients: Iterable[Gradient]) -> list[Stretch]:
+    """Return the parts of a graph between the moments when gradients are made that may stay."""
+    order = sorted(gradients, key=lambda row: row[0])
+    total, starts = live.sum(0), [0, *(row[0] for row in order)]
+    found = []
+    for (start, end), gradient in zip(itertools.pairwise([*starts, len(total)]), [None, *order], strict=True):
+        most = start + int(total[start:end].argmax()) if start < end else None
+        kept, temporaries = (0, 0) if most is None else map(int, live[:, most])
+        _, slot, bytes_made, own = (0, None, 0, 0) if gradient is None else gradient
+        found.append(Stretch(kept=kept, temporaries=temporaries, gradient=slot, made=bytes_made, own=own, start=start))
+    return found
 
 
 def _slice(loop: TokenLoop, node: fx.Node, outer: ComputeGraph) -> int:

@@ -17,6 +17,7 @@ from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes import as_performed
 from zinf_compile.passes.analysis.compute_account import ComputeAccount, ForwardValues
+from zinf_compile.passes.analysis.compute_choices import ChoiceAccounts
 from zinf_compile.passes.analysis.compute_graph import DEVICE_ROUNDING, ComputeGraph
 from zinf_compile.passes.analysis.compute_memory import account_compute
 from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
@@ -93,35 +94,26 @@ class GraphCompute:
         if self._is_backward:
             account = account_compute(facts, forward=self._forward, results=self._results)
         else:
-            account = self._of_forward(facts, self._results)
+            account = self.of_forward(account_compute(facts, results=self._results))
         found = self.memory(account)
         if not self._is_backward:
             self._forward, self.saved = account.handed, found.saved
         return found
 
-    def facts(self, graphs: Sequence[fx.Graph]) -> list[ComputeGraph]:
-        """Return facts of a forward and its backward, or of one graph, whose transfers are just in time, as they will compute.
+    def by_choice(self, graphs: Sequence[fx.Graph], results: int | None) -> AccountsByChoice:
+        """Return the accounts of a forward and its backward, or of one graph, whose transfers are just in time.
 
-        All that is marked in them as moving moves. None where nothing counts.
+        All that is marked in them as moving moves, and any of it may stay. `results`: as `expect` takes it.
         """
-        return [self._facts(self._as_performed(graph)) for graph in graphs] if self.counts else []
+        performed = map(self._as_performed, graphs) if self.counts else ()
+        return AccountsByChoice(self, list(map(self._facts, performed)), results)
 
-    def accounts(self, facts: Sequence[ComputeGraph], results: int | None, stays: frozenset[str]) -> list[ComputeAccount]:
-        """Return the accounts of these graphs where the values of these names stay on the device, although marked as moving."""
-        found: list[ComputeAccount] = []
-        for known in facts:
-            if found:
-                found.append(account_compute(known, forward=found[0].handed, stays=stays))
-            else:
-                found.append(self._of_forward(known, results, stays))
-        return found
-
-    def _of_forward(self, facts: ComputeGraph, results: int | None, stays: frozenset[str] = frozenset()) -> ComputeAccount:
+    def of_forward(self, found: ComputeAccount) -> ComputeAccount:
         """Return the account of a forward, or of a graph without a backward: leaves of the call before may be there as well.
 
         It includes results of the call before, which count as outside no more.
         """
-        found, outside = account_compute(facts, results=results, stays=stays), self._found
+        outside = self._found
         twice = min(outside.own, found.results)
         self.outside, self.saved_outside = outside.bytes - twice, outside.saved - twice
         return dataclasses.replace(found, beside=found.beside + outside.leaves, results=found.results + outside.leaves)
@@ -139,6 +131,31 @@ class GraphCompute:
 
     def _facts(self, graph: fx.Graph) -> ComputeGraph:
         return ComputeGraph(graph, self._device, by_operator=self._by_operator)
+
+
+class AccountsByChoice:
+    """The accounts of a forward and its backward, or of one graph, for each choice of the saved values that stay."""
+
+    def __init__(self, compute: GraphCompute, graphs: Sequence[ComputeGraph], results: int | None) -> None:
+        """`graphs`: none where nothing counts."""
+        self._compute = compute
+        self._choices: list[ChoiceAccounts] = []
+        for graph in graphs:
+            forward = self._choices[0] if self._choices else None
+            self._choices.append(ChoiceAccounts(graph, forward=forward, results=None if self._choices else results))
+        self._known: dict[frozenset[str], list[ComputeAccount]] = {}
+
+    @property
+    def graphs(self) -> list[fx.Graph]:
+        """The graphs as they will compute, with all that may leave leaving; none where nothing counts."""
+        return [each.graph.graph for each in self._choices]
+
+    def accounts(self, stays: frozenset[str]) -> list[ComputeAccount]:
+        """Return the account of each graph where the values of these names stay on the device."""
+        if stays not in self._known:
+            found = [each.account(stays) for each in self._choices]
+            self._known[stays] = [*map(self._compute.of_forward, found[:1]), *found[1:]]
+        return self._known[stays]
 
 
 class Rounding(NamedTuple):

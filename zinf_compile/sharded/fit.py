@@ -71,9 +71,8 @@ class Fit:
 
     def _begin(self, graphs: Sequence[fx.Graph]) -> None:
         self._graphs = graphs
-        self._facts = self._budget.compute.facts(graphs)
+        self._compute = self._budget.compute.by_choice(graphs, self._results)
         self._marked = _marked(graphs)
-        self._accounts: dict[frozenset[str], list[ComputeAccount]] = {}
         self._transfers = [TransferNeeds(graph) for graph in graphs]
         self._needs: dict[Hashable, GraphMemory] = {}
         self._least: dict[Hashable, tuple[int, int]] = {}
@@ -81,7 +80,7 @@ class Fit:
     @property
     def performed(self) -> list[fx.Graph]:
         """The graphs as they will compute, with all that may leave leaving; none where compute isn't counted."""
-        return [known.graph for known in self._facts]
+        return self._compute.graphs
 
     def excess(self, placements: Placements, moving: Sequence[SavedMemory]) -> Excess:
         """Return the bytes by which they exceed what is left."""
@@ -167,10 +166,7 @@ class Fit:
         return [self._budget.compute.memory(account) for account in accounts] or [NO_COMPUTE for _ in self._graphs]
 
     def _accounts_of(self, moving: Sequence[SavedMemory]) -> list[ComputeAccount]:
-        stays = self._marked - {name for memory in moving for name in memory.inputs}
-        if stays not in self._accounts:
-            self._accounts[stays] = self._budget.compute.accounts(self._facts, self._results, stays)
-        return self._accounts[stays]
+        return self._compute.accounts(self._marked - {name for memory in moving for name in memory.inputs})
 
 
 def _marked(graphs: Sequence[fx.Graph]) -> frozenset[str]:

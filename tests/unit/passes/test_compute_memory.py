@@ -13,6 +13,7 @@ from torch import fx
 
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes import as_performed
+from zinf_compile.passes.analysis.compute_choices import ChoiceAccounts
 from zinf_compile.passes.analysis.compute_graph import ComputeGraph
 from zinf_compile.passes.analysis.compute_memory import account_compute
 from zinf_compile.passes.analysis.saved_memories import find_memories
@@ -114,3 +115,25 @@ def test_one_account_for_all_choices_of_gradients_that_stay() -> None:
         made = list(itertools.accumulate(stays, initial=0))
         expected = max(map(sum, zip(products, made, strict=True))) - sum(stays)
         assert found.peak == (len(BACKWARD_INPUTS) - len(UNITS) + expected) * VALUE, names
+
+
+TWICE = """
+g = all_gather(w); v = wait(g); a = mm(x, v); r = relu(a); release(v)
+h = all_gather(u); f = wait(h); b = mm(r, f); e = exp(b); release(f)
+o = swap_values_out([r], "device", "nvme"); i = swap_values_out([r, e], "device", "nvme")
+k = all_gather(z); q = wait(k); c = mm(e, q); release(q)
+s = wait_value(o, 0); n = wait_value(i, 1); return (c, s, n)
+"""
+
+
+def test_values_that_two_transfers_move_are_accounted_for_by_each_choice() -> None:
+    """What one memory takes then follows from two choices: no two accounts tell."""
+    graph = ComputeGraph(graph_of(TWICE, **INPUTS).graph, torch.device("cpu"), by_operator=True)
+    choices = ChoiceAccounts(graph, results=1)
+    assert not choices.makes_sums
+    found = []
+    for stays in map(frozenset, ({"r"}, {"e"}, {"r", "e"}, ())):
+        account, alone = choices.account(stays), account_compute(graph, results=1, stays=stays)
+        assert dataclasses.replace(account, handed=alone.handed) == alone
+        found.append(account.saved)
+    assert found == [2 * VALUE, 2 * VALUE, 3 * VALUE, VALUE]
