@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ aten = torch.ops.aten
 
 _AS = {compute_ops.mm_out: aten.mm, compute_ops.addmm_out: aten.addmm}
 """Products that write into a given matrix, their first argument, and the operators that count their operations."""
+
+_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+"""Operators whose operations follow from the shapes of their tensors."""
 
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
@@ -81,10 +85,23 @@ def operations_of(node: fx.Node) -> int:
     values, named, out = fx.node.map_arg(given, lambda n: n.meta.get("val"))
     if packet in _ATTENTION:
         values, named = _with_equal_heads(values[: 4 if "backward" in str(packet) else 3]), {}
+    if packet in _PRODUCTS and (shapes := _fixed_shapes(values)) is not None:  # equal blocks ask for the same
+        return _operations_of_product(packet, shapes)
     found = count(*values, **named, out_val=out)
     if isinstance(found, torch.SymInt):
         return int(found.node.hint or 0)
     return int(found) if isinstance(found, int) else 0
+
+
+def _fixed_shapes(values: Sequence[Any]) -> tuple[torch.Size, ...] | None:
+    """Return the shapes of the tensors among some values; None where a size is dynamic."""
+    shapes = tuple(value.shape for value in values if isinstance(value, torch.Tensor))
+    return shapes if all(type(size) is int for shape in shapes for size in shape) else None
+
+
+@lru_cache(maxsize=4096)
+def _operations_of_product(packet: torch._ops.OpOverloadPacket, shapes: Sequence[torch.Size]) -> int:
+    return int(flop_registry[packet](*shapes))
 
 
 def _with_equal_heads(values: Sequence[torch.Tensor]) -> list[torch.Size]:
