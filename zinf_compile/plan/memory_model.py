@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +28,9 @@ from zinf_compile.ir.tiling import Box, tile_shape
 
 from .compute_memory import NO_COMPUTE, ComputeMemory
 from .graph_plan import GraphMemory, GraphPlan
+
+Part = tuple[Tier, int, torch.dtype]
+"""A shard: its tier, elements, and data type."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,8 +176,8 @@ def model_memory(
     """
     placements = as_placements(placement)
     chunk_numel, chunk = step_chunk(slots, placements, size=size, topology=topology)
-    moving = slots if moved is None else moved
-    homes = {placements.of(slot) for slot in moving} or {placements.rest}
+    moving = _kinds(slots if moved is None else moved, placements)
+    homes = {kind.home for kind in moving} or {placements.rest}
     shards, gradients, states = held_memory(slots, placements, size=size, topology=topology, held=held)
     return MemoryModel(
         size=size,
@@ -185,8 +190,8 @@ def model_memory(
         states=states,
         chunk=chunk,
         chunk_numel=chunk_numel,
-        **_passing_gradients(moving, placements, size=size, topology=topology),
-        staging=_staging(moving, placements, size=size),
+        **_passing_gradients(moving, size=size, topology=topology),
+        staging=_staging(moving, size=size, most=placements.rest.piece_numel),
     )
 
 
@@ -202,31 +207,50 @@ def held_memory(
 
     With the shards, full parameters that stay: in the parameter's type, of which a gather's is none that is wider.
     """
-    own = [(slot, placements.of(slot), shard_numel(slot.numel, size)) for slot in slots]
-    trained = [row for row in own if row[0].requires_grad]
-    states = (
-        (at.optimizer, n, dtype)
-        for slot, at, n in trained
-        if topology.side(at.optimizer) is not None
-        for dtype in adam_states(at, slot.dtype).values()
-    )
-    copies = ((Tier.DEVICE, at.full_copy_numel(slot.numel, n, topology, tiled=slot.in_tiles), slot.dtype) for slot, at, n in own)
-    shards = ((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held)
-    return (
-        resident(itertools.chain(shards, copies), topology),
-        resident(
-            ((at.grads, gradient_numel(slot, at, size), at.reduce_dtype_of(slot.dtype)) for slot, at, _ in trained), topology
-        ),
-        resident(states, topology),
-    )
+    shards, gradients, states = Counter[Part](), Counter[Part](), Counter[Part]()
+    for slot, at, times, is_held in _kinds(slots, placements, held):
+        n = shard_numel(slot.numel, size)
+        if not is_held:
+            shards[at.params, n, slot.dtype] += times
+        shards[Tier.DEVICE, at.full_copy_numel(slot.numel, n, topology, tiled=slot.in_tiles), slot.dtype] += times
+        if slot.requires_grad:
+            gradients[at.grads, gradient_numel(slot, at, size), at.reduce_dtype_of(slot.dtype)] += times
+            for dtype in adam_states(at, slot.dtype).values():
+                states[at.optimizer, n, dtype] += times
+    return _resident(shards, topology), _resident(gradients, topology), _resident(states, topology)
 
 
-def resident(parts: Iterable[tuple[Tier, int, torch.dtype]], topology: Topology) -> Sides:
-    """Sum the memory of shards, each given as (tier, elements, data type). Shards on a drive take none."""
+class _Kind(NamedTuple):
+    """Parameters that are alike, and live alike."""
+
+    slot: ParameterSlot
+    """One of them."""
+    home: Placement
+    times: int
+    is_held: bool
+    """Whether their shards are allocated already."""
+
+
+def _kinds(slots: Iterable[ParameterSlot], placements: Placements, held: Collection[int] = ()) -> list[_Kind]:
+    """Return the kinds of parameters: equal blocks of a large model have few."""
+    rows: dict[Hashable, list[ParameterSlot]] = {}
+    for slot in slots:
+        home = id(placements.own.get(slot.index, placements.rest))  # many parameters have the same, which take long to compare
+        key = slot.shape, slot.dtype, slot.tiles, slot.tile is None, slot.requires_grad, slot.index in held, home
+        rows.setdefault(key, []).append(slot)
+    return [_Kind(each[0], placements.of(each[0]), len(each), each[0].index in held) for each in rows.values()]
+
+
+def resident(parts: Iterable[Part], topology: Topology) -> Sides:
+    """Sum the memory of shards. Those on a drive take none."""
+    return _resident(Counter(parts), topology)
+
+
+def _resident(parts: Mapping[Part, int], topology: Topology) -> Sides:
     sides = {Tier.DEVICE: 0, Tier.HOST: 0}
-    for tier, numel, dtype in parts:
+    for (tier, numel, dtype), count in parts.items():
         if (side := topology.side(tier)) is not None:
-            sides[side] += format_of(dtype).bytes(numel)
+            sides[side] += count * format_of(dtype).bytes(numel)
     return Sides(sides[Tier.DEVICE], sides[Tier.HOST])
 
 
@@ -317,11 +341,9 @@ def _columns(own: Placement, tiers: StepTiers, dtype: torch.dtype) -> tuple[Colu
     return tuple(columns.values())
 
 
-def _passing_gradients(
-    slots: Sequence[ParameterSlot], placements: Placements, *, size: int, topology: Topology
-) -> Mapping[str, int]:
+def _passing_gradients(kinds: Iterable[_Kind], *, size: int, topology: Topology) -> Mapping[str, int]:
     """Return the memory of gradients that leave the device or are read back, by field of `MemoryModel`."""
-    trained = [(slot, own) for slot in slots if slot.requires_grad and topology.is_offloaded((own := placements.of(slot)).grads)]
+    trained = [(slot, own) for slot, own, *_ in kinds if slot.requires_grad and topology.is_offloaded(own.grads)]
     parts = [(slot, own.grads, own.reduce_dtype_of(slot.dtype)) for slot, own in trained]
     sizes = [(slot, tier, format_of(dtype).bytes(_part_numel(slot, size))) for slot, tier, dtype in parts]
     largest = max((count for *_, count in sizes), default=0)
@@ -343,10 +365,9 @@ def _parts_numel(numel: int, tiles: tuple[Box, ...], size: int) -> tuple[int, ..
     return tuple(shard_numel(math.prod(tile_shape(box)), size) for box in tiles) or (shard_numel(numel, size),)
 
 
-def _staging(slots: Sequence[ParameterSlot], placements: Placements, *, size: int) -> int:
-    own = [(slot, placements.of(slot)) for slot in slots]
+def _staging(kinds: Iterable[_Kind], *, size: int, most: int) -> int:
+    own = [(slot, at) for slot, at, *_ in kinds]
     on_drives = [(slot, slot.dtype) for slot, at in own if not at.params.in_memory]
     on_drives += [(slot, at.reduce_dtype_of(slot.dtype)) for slot, at in own if slot.requires_grad and not at.grads.in_memory]
-    most = placements.rest.piece_numel
     pieces = [format_of(dtype).bytes(min(shard_numel(slot.numel, size), most)) for slot, dtype in on_drives]
     return max((min(BLOCK_BYTES, round_up(piece, PAGE)) for piece in pieces), default=0)
