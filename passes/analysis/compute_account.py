@@ -50,7 +50,7 @@ class ComputeAccount:
     saved: int
     results: int
     handed: ForwardValues
-    """What the graph hands to its backward."""
+    """What a forward hands to its backward; nothing where the graph is one."""
 
     def memory(self, gradient_stays: Callable[[ParameterSlot], bool] = lambda slot: False) -> ComputeMemory:
         """Return the memory, where `gradient_stays` says of which parameters; another account has these gradients then."""

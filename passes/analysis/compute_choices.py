@@ -2,9 +2,10 @@
 
 Note: two accounts make all
     An account goes through the whole graph. With all values away it differs from that with none away by memories of the values
-    that move: each of these is in one of them, or longer than in the other. Values that move together have memories of their
-    own, so with another choice each memory is there as one of the two accounts says: what is held at each node is a sum. Where
-    two accounts differ by anything else, each choice is accounted for by itself.
+    that move: each of these is in one of them, or longer than in the other. Where values that move together have these to
+    themselves, each memory is there with another choice as one of the two accounts says: what is held at each node is a sum.
+    Where anything else differs, each choice is accounted for by itself; so it does in a backward for what the forward alone
+    moves.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
 from .compute_account import ComputeAccount, ForwardValues
 from .compute_graph import ComputeGraph
-from .compute_memory import Life, LiveMemories, Memory, account_compute, changes_of, live_bytes, stretches_of
+from .compute_memory import Bytes, Life, LiveMemories, Memory, account_compute, changes_of, live_bytes, scratch_of, stretches_of
 
 Together = frozenset[str]
 """The names of values that move together."""
@@ -32,13 +34,7 @@ class ChoiceAccounts:
         self.graph = graph
         self._forward, self._results = forward, results
         self._moving = {node: frozenset(value.name for value in values) for node, values in graph.moving.items()}
-        self._together = set(self._moving.values())
-        away = self._memories(frozenset())
-        here = self._memories(frozenset().union(*self._together)) if self._together else away
-        self._away, self._here = away.account, here.account
-        self._differences = self._compare(away, here)
-        self._changes = changes_of(away.lives().values(), len(graph.nodes))
-        self._gradients, self._scratch = away.gradients, away.scratch
+        self._together: set[Together] = {*self._moving.values(), *(() if forward is None else forward._together)}
 
     @property
     def makes_sums(self) -> bool:
@@ -49,13 +45,25 @@ class ChoiceAccounts:
         """Return the account where the values of these names stay; names that aren't the graph's say nothing."""
         staying = [names for names in self._together if names & stays]
         if not staying:
-            return self._away
+            return self._away.account
         whole = all(names <= stays for names in staying)
         if whole and len(staying) == len(self._together):
-            return self._here
+            return self._here.account
         if self._differences is None or not whole:
             return account_compute(self.graph, forward=self._handed(stays), results=self._results, stays=stays)
         return self._sum([self._differences[names] for names in staying])
+
+    @cached_property
+    def _away(self) -> LiveMemories:
+        return self._memories(frozenset())
+
+    @cached_property
+    def _here(self) -> LiveMemories:
+        return self._memories(frozenset().union(*self._together))
+
+    @cached_property
+    def _changes(self) -> Bytes:
+        return changes_of(self._away.lives().values(), len(self.graph.nodes))
 
     def _memories(self, stays: frozenset[str]) -> LiveMemories:
         return LiveMemories(self.graph, forward=self._handed(stays), results=self._results, stays=stays)
@@ -65,25 +73,28 @@ class ChoiceAccounts:
 
     def _sum(self, differences: Sequence[_Difference]) -> ComputeAccount:
         """Return the account with all values away, but for these differences."""
-        changes, handed = self._changes.copy(), copy.deepcopy(self._away.handed)
+        away, here = self._away, self._here.account.handed
+        changes, handed = self._changes.copy(), copy.deepcopy(away.account.handed)
         rows = [row for each in differences for row in each.changes]
         if rows:
             kinds, places, sizes = zip(*rows, strict=True)
             np.add.at(changes, (kinds, places), sizes)
         for each in differences:
             handed.memory_of.update(each.memory_of)
-        handed.bytes.update((key, self._here.handed.bytes[key]) for each in differences for key in each.memory_of.values())
-        live = live_bytes(changes, self._scratch)
+        handed.bytes.update((key, here.bytes[key]) for each in differences for key in each.memory_of.values())
+        live = live_bytes(changes, scratch_of(self.graph))
         return dataclasses.replace(
-            self._away,
-            stretches=stretches_of(live, self._gradients),
+            away.account,
+            stretches=stretches_of(live, away.gradients),
             live=live.sum(0).tolist(),
-            saved=self._away.saved + sum(each.saved for each in differences),
+            saved=away.account.saved + sum(each.saved for each in differences),
             handed=handed,
         )
 
-    def _compare(self, away: LiveMemories, here: LiveMemories) -> Mapping[Together, _Difference] | None:
-        """Return by what the accounts differ, for what moves together; None where anything else differs."""
+    @cached_property
+    def _differences(self) -> Mapping[Together, _Difference] | None:
+        """By what the two accounts differ, for what moves together; None where anything else differs."""
+        away, here = self._away, self._here
         one, other = away.account, here.account
         named = {name: names for names in self._together for name in names}
         if len(named) < sum(map(len, self._together)) or (one.beside, one.results) != (other.beside, other.results):

@@ -96,7 +96,7 @@ class LiveMemories:
 
     @property
     def gradients(self) -> list[Gradient]:
-        """Return the gradients that may stay where they are made."""
+        """The gradients that may stay where they are made."""
         return [(self._born[memory], *row) for memory, row in self.made.items()]
 
     def behind(self, node: fx.Node) -> tuple[Memory, ...]:
@@ -124,7 +124,7 @@ class LiveMemories:
         self.made = {memory: (slot, self._bytes.pop(memory), own) for memory, slot, own in gradients}
         handed = ForwardValues()
         results = {memory for node in returned for memory in self._memories.get(node, ()) if memory[0].op != "placeholder"}
-        for node in given:
+        for node in given if self._forward is None else ():
             for memory in self._memories.get(node, ())[:1]:
                 key = (memory[0].name, memory[1])
                 handed.memory_of[node.name] = key
@@ -138,7 +138,7 @@ class LiveMemories:
         else:
             shown = set(shared.values())
             beside = sum(self._forward.bytes[key] for key in self._forward.kept - shown)
-        live = live_bytes(changes_of(self.lives().values(), len(self._nodes)), self.scratch)
+        live = live_bytes(changes_of(self.lives().values(), len(self._nodes)), scratch_of(self._graph))
         return ComputeAccount(
             stretches=stretches_of(live, self.gradients),
             live=live.sum(0).tolist(),
@@ -252,17 +252,16 @@ class LiveMemories:
             if self._dies[memories[0]] == self._place[node] and self._graph.computed_just_before(memories[0][0], node):
                 yield memories[0], slot_behind(node)
 
-    @property
-    def scratch(self) -> Bytes:
-        """Return what each operator takes beside its results: a loop over tokens, or a library as far as that is known."""
-        graph = self._graph
-        if graph.scratch is None:
-            loops = ((node, node.target) for node in self._nodes)
-            graph.scratch = np.array(
-                [_slice(loop, n, graph) if isinstance(loop, TokenLoop) else library_bytes(n, graph) for n, loop in loops],
-                dtype=np.int64,
-            )
-        return graph.scratch
+
+def scratch_of(graph: ComputeGraph) -> Bytes:
+    """Return what each operator takes beside its results: a loop over tokens, or a library as far as that is known."""
+    if graph.scratch is None:
+        loops = ((node, node.target) for node in graph.nodes)
+        graph.scratch = np.array(
+            [_slice(loop, n, graph) if isinstance(loop, TokenLoop) else library_bytes(n, graph) for n, loop in loops],
+            dtype=np.int64,
+        )
+    return graph.scratch
 
 
 def changes_of(lives: Iterable[Life], count: int) -> Bytes:

@@ -100,7 +100,7 @@ def _fixed_shapes(values: Sequence[Any]) -> tuple[torch.Size, ...] | None:
 
 
 @lru_cache(maxsize=4096)
-def _operations_of_product(packet: torch._ops.OpOverloadPacket, shapes: Sequence[torch.Size]) -> int:
+def _operations_of_product(packet: torch._ops.OpOverloadPacket, shapes: tuple[torch.Size, ...]) -> int:
     return int(flop_registry[packet](*shapes))
 
 

@@ -18,8 +18,8 @@ from .step_problem import seconds_of_region
 from .step_regions import find_regions
 
 
-class Needs(NamedTuple):
-    """What graphs take."""
+class GraphCosts(NamedTuple):
+    """What a step of some graphs costs, as far as it depends on what runs again."""
 
     gathered: Counter[tuple[ParameterSlot, int]]
     """How often each parameter is gathered, with the bytes of it as it is sent."""
@@ -27,8 +27,8 @@ class Needs(NamedTuple):
     """Of compute."""
 
 
-def needs_of(graphs: Sequence[fx.Graph], facts: StepFacts) -> Needs:
-    """Return what graphs take, as `region_passes` leave them."""
+def graph_costs(graphs: Sequence[fx.Graph], facts: StepFacts) -> GraphCosts:
+    """Return the costs of graphs as `region_passes` leave them."""
     regions = [find_regions(graph) for graph in graphs]
     slots = ((slot_behind(stay.gather), wire_format(stay.gather)) for found in regions for stay in found.residences)
     seconds = sum(
@@ -37,13 +37,13 @@ def needs_of(graphs: Sequence[fx.Graph], facts: StepFacts) -> Needs:
         for owners in (owners_of(graph),)
         for nodes in found.compute
     )
-    return Needs(Counter((slot, form.bytes(slot.numel)) for slot, form in slots), seconds)
+    return GraphCosts(Counter((slot, form.bytes(slot.numel)) for slot, form in slots), seconds)
 
 
 def cost_again(
-    before: Needs, after: Needs, facts: StepFacts, members: Mapping[str, Sequence[ParameterSlot]], *, blocks: int
+    before: GraphCosts, after: GraphCosts, facts: StepFacts, members: Mapping[str, Sequence[ParameterSlot]], *, blocks: int
 ) -> Again:
-    """Return what `blocks` take that run again in graphs with needs `after`, and don't in those with needs `before`.
+    """Return what `blocks` take that run again in the graphs that cost `after`, and don't in those that cost `before`.
 
     `members`: the slots of each unit by its name, of the problem that is solved.
     """

@@ -10,7 +10,7 @@ from torch import fx
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes import copied, just_in_time, region_passes, run_passes
+from zinf_compile.passes import copied, region_passes, run_passes
 from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.analysis.saved_stretches import away_between, least_of_stretches, stretch_seconds
 from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
@@ -57,15 +57,15 @@ class Cut:
 class SavedChoices:
     """Copies of both graphs where the first blocks run again, and all that may leave is marked; with the choices of what does."""
 
-    def __init__(self, cut: Cut, budget: GraphBudget, tiers: Sequence[Tier], rates: Rates, *, tried: bool = False) -> None:
-        """`tiers`: where saved values may go. `tried`: the cut's graphs are copies, with blocks that run again, to be changed."""
+    def __init__(self, cut: Cut, budget: GraphBudget, tiers: Sequence[Tier], rates: Rates, *, in_place: bool = False) -> None:
+        """`tiers`: where saved values may go. `in_place`: the graphs are copies with blocks that run again, to be changed."""
         self._cut, self._budget, self._tiers, self._rates = cut, budget, tiers, rates
         memories: Sequence[SavedMemory] = ()
         if len(cut.graphs) > 1:
             memories = find_memories(*(gm.graph for gm in cut.graphs), own_outputs=cut.own_outputs or 0)
         self._open = may_leave(memories) if tiers else ()
         passes = region_passes(bucket_bytes=cut.bucket_bytes)
-        copies = [run_passes(gm, passes) if tried else just_in_time(gm, cut.bucket_bytes) for gm in cut.graphs]
+        copies = [run_passes(gm if in_place else copied(gm), passes) for gm in cut.graphs]
         mark_all(copies, cut.forced or tuple(dataclasses.replace(each, tier=tiers[-1]) for each in self._open))
         self.scheduled = [gm.graph for gm in copies]
         """With gathers just in time."""
@@ -93,7 +93,7 @@ class SavedChoices:
         forward, backward = map(copied, self._cut.graphs)
         remakable.plan(forward, backward, blocks)
         cut = dataclasses.replace(self._cut, graphs=(forward, backward))
-        found = SavedChoices(cut, self._budget, self._tiers, self._rates, tried=True)
+        found = SavedChoices(cut, self._budget, self._tiers, self._rates, in_place=True)
         found.account(self.fit.of(found.scheduled))
         again = account.again(found.scheduled, blocks)
         found.choices = beside(again, found.choices)

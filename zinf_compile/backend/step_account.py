@@ -10,7 +10,7 @@ from torch import fx
 from zinf_compile.ir.forward_compute import Again
 from zinf_compile.ir.placements import KINDS, Placements
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes.analysis.run_again import Needs, cost_again, needs_of
+from zinf_compile.passes.analysis.run_again import GraphCosts, cost_again, graph_costs
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import operation_seconds, step_problem, unit_members
 from zinf_compile.plan.fill_together import nearest, seconds_at, together_seconds
@@ -76,11 +76,11 @@ class StepAccount:
 
     def again(self, scheduled: Sequence[fx.Graph], blocks: int) -> Again:
         """Return what it takes beside that so many blocks run again, as they do in these graphs."""
-        return cost_again(self._needs, needs_of(scheduled, self._facts), self._facts, self.members, blocks=blocks)
+        return cost_again(self._costs, graph_costs(scheduled, self._facts), self._facts, self.members, blocks=blocks)
 
     @cached_property
-    def _needs(self) -> Needs:
-        return needs_of(self._scheduled, self._facts)
+    def _costs(self) -> GraphCosts:
+        return graph_costs(self._scheduled, self._facts)
 
     def least_seconds_again(self, compute: Sequence[Sequence[fx.Node]]) -> float:
         """Return seconds that no step takes less than in which this compute of the forward runs again."""

@@ -137,3 +137,21 @@ def test_values_that_two_transfers_move_are_accounted_for_by_each_choice() -> No
         assert dataclasses.replace(account, handed=alone.handed) == alone
         found.append(account.saved)
     assert found == [2 * VALUE, 2 * VALUE, 3 * VALUE, VALUE]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_the_backward_does_not_read_is_accounted_for_by_each_choice(apart: bool) -> None:
+    """The forward moves it, and hands it over only where it stays."""
+    pair = graph_of(FORWARD, **INPUTS), graph_of(BACKWARD.replace("d = mul(c, e)", "d = mul(c, c)"), **BACKWARD_INPUTS)
+    found = find_memories(*(gm.graph for gm in pair), own_outputs=1)
+    mark_moving(*pair, tuple(dataclasses.replace(each, tier=Tier.NVME) for each in found))
+    hops = Topology(host_apart=apart).hops
+    ahead, back = (ComputeGraph(as_performed(gm.graph, hops=hops), torch.device("cpu"), by_operator=True) for gm in pair)
+    forward = ChoiceAccounts(ahead, results=1)
+    backward = ChoiceAccounts(back, forward=forward)
+    for staying in itertools.chain.from_iterable(itertools.combinations(found, count) for count in range(4)):
+        stays = frozenset(name for each in staying for name in each.inputs)
+        alone = account_compute(ahead, results=1, stays=stays)
+        behind = account_compute(back, forward=alone.handed, stays=stays)
+        assert forward.account(stays).memory() == alone.memory()
+        assert dataclasses.replace(backward.account(stays), handed=behind.handed) == behind, stays
