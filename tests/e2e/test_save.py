@@ -23,9 +23,11 @@ from zinf_compile.checkpoint.save_safetensors import plan_files
 from zinf_compile.errors import OptionError
 
 
-def trained(build: Any, batch: Any) -> tuple[nn.Module, nn.Module]:
-    """Return an eager model and its compiled twin after a step."""
+def trained(build: Any, batch: Any, *, reference: str | None = None) -> tuple[nn.Module, nn.Module]:
+    """Return an eager model, or one compiled with the backend `reference`, and its compiled twin after a step."""
     eager, ours = twins(build)
+    if reference is not None:
+        eager.compile(backend=reference)
     ours.compile(backend=BACKEND)
     for model in (eager, ours):
         plain_step(model, adamw(model.parameters()), batch)
@@ -72,7 +74,7 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
             loss: torch.Tensor = self.model(**inputs).loss
             return loss
 
-    eager, ours = trained(Model, causal(0))
+    eager, ours = trained(Model, causal(0), reference="aot_eager")  # which runs the same kernels
     assert isinstance(ours, Model)
     zinf_compile.save_safetensors(ours.model, tmp_path, file_bytes="4KiB")
     config.save_pretrained(tmp_path)
