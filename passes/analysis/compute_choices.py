@@ -20,7 +20,7 @@ import numpy as np
 
 from .compute_account import ComputeAccount, ForwardValues
 from .compute_graph import ComputeGraph
-from .compute_memory import Bytes, Life, LiveMemories, Memory, account_compute, changes_of, live_bytes, scratch_of, stretches_of
+from .compute_memory import Life, LiveMemories, Memory, account_compute, live_bytes, scratch_of, stretches_of
 
 Together = frozenset[str]
 """The names of values that move together."""
@@ -61,10 +61,6 @@ class ChoiceAccounts:
     def _here(self) -> LiveMemories:
         return self._memories(frozenset().union(*self._together))
 
-    @cached_property
-    def _changes(self) -> Bytes:
-        return changes_of(self._away.lives().values(), len(self.graph.nodes))
-
     def _memories(self, stays: frozenset[str]) -> LiveMemories:
         return LiveMemories(self.graph, forward=self._handed(stays), results=self._results, stays=stays)
 
@@ -74,7 +70,7 @@ class ChoiceAccounts:
     def _sum(self, differences: Sequence[_Difference]) -> ComputeAccount:
         """Return the account with all values away, but for these differences."""
         away, here = self._away, self._here.account.handed
-        changes, handed = self._changes.copy(), copy.deepcopy(away.account.handed)
+        changes, handed = away.changes.copy(), copy.deepcopy(away.account.handed)
         rows = [row for each in differences for row in each.changes]
         if rows:
             kinds, places, sizes = zip(*rows, strict=True)
@@ -106,15 +102,13 @@ class ChoiceAccounts:
         for memory in {**gone, **come}:
             if gone.get(memory) == come.get(memory):
                 continue
-            if len(owners.get(memory, ())) != 1:
+            if memory not in owners:
                 return None
-            (owner,) = owners[memory]
-            found[owner].changes += [*_changes(gone.get(memory), -1), *_changes(come.get(memory), 1)]
+            found[owners[memory]].changes += [*_changes(gone.get(memory), -1), *_changes(come.get(memory), 1)]
         for memory in away.saved ^ here.saved:
-            if memory in away.saved or len(owners.get(memory, ())) != 1:
+            if memory in away.saved or memory not in owners:
                 return None
-            (owner,) = owners[memory]
-            found[owner].saved += come[memory].bytes if memory in come else 0
+            found[owners[memory]].saved += come[memory].bytes if memory in come else 0
         rows = one.handed.memory_of.items() ^ other.handed.memory_of.items()
         if not one.handed.bytes.items() <= other.handed.bytes.items():
             return None
@@ -124,13 +118,13 @@ class ChoiceAccounts:
             found[named[name]].memory_of[name] = key
         return found
 
-    def _owners(self, away: LiveMemories, here: LiveMemories) -> dict[Memory, set[Together]]:
-        """Return by memory the values that move together and have it, away or here."""
+    def _owners(self, away: LiveMemories, here: LiveMemories) -> dict[Memory, Together]:
+        """Return the values that move together by memory that these alone have, away or here."""
         found: dict[Memory, set[Together]] = {}
         for node, values in self.graph.moving.items():
             for memory in itertools.chain(away.behind(node), *map(away.behind, values), *map(here.behind, values)):
                 found.setdefault(memory, set()).add(self._moving[node])
-        return found
+        return {memory: next(iter(owners)) for memory, owners in found.items() if len(owners) == 1}
 
 
 @dataclasses.dataclass(slots=True)

@@ -138,7 +138,9 @@ class LiveMemories:
         else:
             shown = set(shared.values())
             beside = sum(self._forward.bytes[key] for key in self._forward.kept - shown)
-        live = live_bytes(changes_of(self.lives().values(), len(self._nodes)), scratch_of(self._graph))
+        self.changes = changes_of(self.lives().values(), len(self._nodes))
+        """Bytes that come and go at each node: see `changes_of`."""
+        live = live_bytes(self.changes, scratch_of(self._graph))
         return ComputeAccount(
             stretches=stretches_of(live, self.gradients),
             live=live.sum(0).tolist(),
