@@ -12,6 +12,7 @@ from models import TiedWords, loss_of, tokens
 from training import BACKEND
 
 import zinf_compile
+from zinf_compile.cli.selftest_training import kernels_by_rule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,7 @@ def train(options: dict[str, Any], *, steps: int = 5) -> tuple[list[float], dict
 
 
 @pytest.mark.parametrize("compute", ["fx", "inductor"])
+@kernels_by_rule()
 def test_every_placement_has_the_same_numbers(compute: str, tmp_path: Path) -> None:
     """The device updates, so that all arithmetic is the GPU's."""
     expected, parameters, _ = train({"compute": compute})
