@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import fx
@@ -37,6 +37,8 @@ class StepFacts:
     """The seconds of a region where they are known, as from a measurement; None: estimated from its operations and bytes."""
     home: Callable[[ParameterSlot], Tier | None] = lambda slot: None
     """The tier on which a parameter's shard lives, where that is decided."""
+    apart: Callable[[ParameterSlot], Hashable] = lambda slot: None
+    """Parameters for which this differs are different units: they have, or may have, other homes."""
     stays: Callable[[ParameterSlot], bool] = lambda slot: False
     """Whether a parameter, once gathered, stays on the device until the step changes it."""
     launch_seconds: float = 0.0

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -45,7 +45,7 @@ def problem_of_runs(pairs: Sequence[Pair], order: Sequence[tuple[int, bool]], fa
     """Return the problem of a step that runs graphs in this order, each the number of its pair and whether it is the backward."""
     runs = list(_runs(pairs, order))
     saved = {} if facts.only_params else {number: find_saved(*pair) for number, pair in enumerate(pairs)}
-    members = unit_members(list(dict.fromkeys(run.graph for run in runs)), facts.home)
+    members = unit_members(list(dict.fromkeys(run.graph for run in runs)), facts.home, apart=facts.apart)
     units = list(_units(runs, members, facts))
     return StepProblem(
         regions=tuple(region for run in runs for region in _regions(run, saved.get(run.pair, {}), facts)),
@@ -61,11 +61,15 @@ def problem_of_runs(pairs: Sequence[Pair], order: Sequence[tuple[int, bool]], fa
 
 
 def unit_members(
-    graphs: Sequence[fx.Graph], home: Callable[[ParameterSlot], Tier | None] = lambda slot: None
+    graphs: Sequence[fx.Graph],
+    home: Callable[[ParameterSlot], Tier | None] = lambda slot: None,
+    *,
+    apart: Callable[[ParameterSlot], Hashable] = lambda slot: None,
 ) -> dict[str, tuple[ParameterSlot, ...]]:
     """Return the slots of each unit by its name: parameters that are used, grouped and reduced together in all graphs are one.
 
-    Where homes are decided, they have one. Parameters without elements are left out: nothing moves for them.
+    Where homes are decided, they have one; and for all of a unit `apart` is the same. Parameters without elements are left out:
+    nothing moves for them.
     """
     slots: dict[str, ParameterSlot] = {}
     signs: dict[str, list[object]] = defaultdict(list)
@@ -83,7 +87,7 @@ def unit_members(
     for own, slot in slots.items():
         if not slot.numel:
             continue
-        together[slot.requires_grad, slot.dtype, home(slot), *signs[own]].append(slot)
+        together[slot.requires_grad, slot.dtype, home(slot), apart(slot), *signs[own]].append(slot)
     return {_name(found): tuple(found) for found in together.values()}
 
 

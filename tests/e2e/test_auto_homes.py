@@ -97,6 +97,49 @@ def on(apart: bool) -> Iterator[None]:
         yield
 
 
+def test_small_parameters_stay_near_before_large_ones(tmp_path: Path) -> None:
+    """A little above the smallest cap all of the biases is on the device and of no weight is; farther above of some weights.
+
+    The losses are those without a cap.
+    """
+
+    def run(**options: Any) -> tuple[list[float], dict[int, set[tuple[str, str, str]]]]:
+        """Return losses, and the homes by how many dimensions parameters have."""
+        torch.compiler.reset()
+        zinf_compile.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+        call = torch.compile(model, backend=BACKEND, options={"compute": "fx", **options})
+        optimizer, losses = adamw(model.parameters()), []
+        for _ in range(3):
+            loss = call(torch.ones(2, 512)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found: dict[int, set[tuple[str, str, str]]] = {1: set(), 2: set()}
+        for parameter in model.parameters():
+            own = parameter._zinf_unit.placement
+            found[parameter.dim()].add((str(own.params), str(own.grads), str(own.optimizer)))
+        return losses, found
+
+    with on(True):
+        expected, _ = run()
+        with pytest.raises(BudgetError) as refused:
+            run(nvme=str(tmp_path), device_memory=4096)
+        named = re.search(r"the smallest(?: device_memory)? that works is ([\d,]+)", str(refused.value))
+        assert named is not None
+        smallest = int(named[1].replace(",", ""))
+        losses, near = run(nvme=str(tmp_path), device_memory=smallest + (2 << 20))
+        assert near[1] == {NEAR}
+        assert NEAR not in near[2]
+        assert losses == expected
+        losses, middle = run(nvme=str(tmp_path), device_memory=smallest + (9 << 20))
+        assert middle[1] == {NEAR}
+        assert len(middle[2]) > 1
+        assert losses == expected
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_smallest_cap_and_larger_ones(apart: bool, tmp_path: Path) -> None:
     with on(apart):

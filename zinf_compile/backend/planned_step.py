@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from zinf_compile.errors import PlanError
+from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.optim.deferrable import may_defer
@@ -59,7 +60,10 @@ def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -
     def home(slot: ParameterSlot, kind: str = "params") -> Tier:
         return next(iter(topology.hops(getattr(placed[slot.name], kind))), Tier.DEVICE)
 
-    facts = planner.facts(only_params=False, states=states, home=home)
+    def homes_of(slot: ParameterSlot) -> tuple[Tier, ...]:
+        return tuple(home(slot, kind) for kind in KINDS)
+
+    facts = dataclasses.replace(planner.facts(only_params=False, states=states, home=home), apart=homes_of)
     problem = problem_of_runs(pairs, order, facts, name="recorded step")
     if record is None:
         problem = planner.costs.of_updates(problem)
@@ -69,7 +73,7 @@ def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -
         counts = [find_regions(kept.gm.graph).count for kept in runs]
         seconds = [times.get((run, n), 0.0) for run, count in enumerate(counts) for n in range(count)]
         problem = own.of_updates(own.of_regions(problem, seconds))
-    members = unit_members(list(dict.fromkeys(kept.gm.graph for kept in runs)), home)
+    members = unit_members(list(dict.fromkeys(kept.gm.graph for kept in runs)), home, apart=homes_of)
     unit_of = {slot.name: name for name, slots in members.items() if name in problem.unit for slot in slots}
     parts, first = [], 0
     for kept in runs:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 
 from torch import fx
 
 from zinf_compile.ir.forward_compute import Again
 from zinf_compile.ir.placements import KINDS, Placements
+from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.sizes import SMALL_NUMEL
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.run_again import GraphCosts, cost_again, graph_costs
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import operation_seconds, step_problem, unit_members
 from zinf_compile.plan.fill_together import nearest, seconds_at, together_seconds
-from zinf_compile.plan.memory_model import adam_states
+from zinf_compile.plan.memory_model import adam_states, shard_numel
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.problem_parts import Allowed, Memory
 from zinf_compile.plan.rates import Rates
@@ -40,7 +42,7 @@ class StepAccount:
         self._scheduled, self._open = scheduled, allowed is not None
         self._facts = _facts(context, placements, rates, allowed)
         self.problem = step_problem([(scheduled[0], scheduled[1] if len(scheduled) > 1 else None)], self._facts)
-        self.members = unit_members(scheduled, self._facts.home)
+        self.members = unit_members(scheduled, self._facts.home, apart=self._facts.apart)
         """The slots of each unit of the problem, by its name."""
         self.homes = Homes()
         """Where the units live; those that are still open are decided later."""
@@ -108,8 +110,21 @@ def _facts(context: Context, placements: Placements, rates: Rates, allowed: Mapp
         state_types=lambda slot: tuple(adam_states(rest, slot.dtype).values()),
         has_master=lambda slot: rest.master_of(slot.dtype) is not None,
         home=(lambda slot: _known(tiers, placements.of(slot).params)) if allowed is None else (lambda slot: None),
+        apart=_apart(context, None if allowed is not None else placements),
         piece_numel=rest.piece_numel,
     )
+
+
+def _apart(context: Context, decided: Placements | None) -> Callable[[ParameterSlot], Hashable]:
+    """Return what differs between parameters with other homes, and where homes are open between small and large ones.
+
+    The small ones may stay on a device while those beside them leave for the host.
+    """
+    if decided is not None:
+        return lambda slot: tuple(getattr(decided.of(slot), kind) for kind in KINDS)
+    if not context.link.topology.host_apart:
+        return lambda slot: None
+    return lambda slot: shard_numel(slot.numel, context.size) <= SMALL_NUMEL
 
 
 def _known(tiers: Sequence[Tier], tier: Tier) -> Tier:

@@ -22,6 +22,8 @@ from .problem import StepProblem
 KINDS = ("params", "grads", "states")
 RUNGS = 64
 """Steps from nothing near to everything, where there are more things than that."""
+SMALL_PART = 64
+"""Small units have at most one byte for so many of the largest unit's, and together at most half of a rung."""
 
 Item = tuple[str, str, int]
 """A field of `Homes`, the unit, and bytes."""
@@ -187,7 +189,8 @@ class _Ladder:
         if len(order) <= RUNGS:
             self._ends = list(range(len(order) + 1))
         else:
-            marks = [ends[-1] * rung / RUNGS for rung in range(RUNGS + 1)]
+            first = (0, 0.5) if problem.host != problem.device else (0,)  # half a rung: the small ones
+            marks = [ends[-1] * rung / RUNGS for rung in (*first, *range(1, RUNGS + 1))]
             self._ends = [max(n for n, end in enumerate(ends) if end <= mark * (1 + 1e-9)) for mark in marks]
         self.rungs = len(self._ends) - 1
         self._device, *others = problem.tiers
@@ -225,8 +228,10 @@ class _Ladder:
 def orders(problem: StepProblem) -> list[list[Item]]:
     """Return orders in which things come nearer: kind by kind, and unit by unit with all that belongs to it.
 
-    Units are in the order of their first uses: what is updated last is used first. What may live on one tier only has no choice.
+    Small units come first, with all that belongs to them. Else units are in the order of their first uses: what is updated last
+    is used first. What may live on one tier only has no choice.
     """
+    small = _small_units(problem)
     units = sorted(problem.units, key=lambda unit: min((*unit.uses, *unit.gradients)))
     allowed = {kind: getattr(problem.allowed, kind) for kind in KINDS}
     free = [kind for kind in KINDS if len(allowed[kind] or problem.tiers) > 1]
@@ -241,12 +246,26 @@ def orders(problem: StepProblem) -> list[list[Item]]:
     }
 
     def in_order(*kinds: str) -> list[Item]:
-        return [item for kind in kinds if kind in free for item in items[kind]]
+        found = [item for kind in kinds if kind in free for item in items[kind]]
+        return sorted(found, key=lambda item: item[1] not in small)
 
     by_kind, last = in_order("params", "grads", "states"), in_order("grads", "states", "params")
     place = {unit.name: number for number, unit in enumerate(units)}
-    bundles = sorted(by_kind, key=lambda item: place[item[1]])
+    bundles = sorted(by_kind, key=lambda item: (item[1] not in small, place[item[1]]))
     return [by_kind, bundles, last, in_order("states", "grads", "params")]
+
+
+def _small_units(problem: StepProblem) -> set[str]:
+    """Return the units that take next to no room, each and together, but a transfer each; none where the device is the host.
+
+    There a step that keeps nothing in memory updates beside the regions, and what is small is read together.
+    """
+    if problem.host == problem.device:
+        return set()
+    sizes = sorted((unit.stored_bytes, unit.name) for unit in problem.units)
+    largest, room = sizes[-1][0] if sizes else 0, sum(size for size, _ in sizes) / (2 * RUNGS)
+    sums = itertools.accumulate(size for size, _ in sizes)
+    return {name for (size, name), held in zip(sizes, sums, strict=True) if size * SMALL_PART <= largest and held <= room}
 
 
 __all__ = ["Excess", "Filled", "fill_homes", "orders"]

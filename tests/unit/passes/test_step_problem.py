@@ -11,6 +11,7 @@ from torch import fx
 from tracing import traced
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes import region_passes, run_passes
 from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
 from zinf_compile.passes.schedule.align_regions import align_regions
@@ -110,6 +111,27 @@ def test_forwards_run_in_order_and_backwards_in_reverse() -> None:
     problem = step_problem([graphs(), graphs()], facts())
     assert [region.graph for region in problem.regions] == [*["forward 0"] * 2, *["forward 1"] * 2, "backward 1", "backward 0"]
     assert problem.unit["u"].uses == (1, 3, 4, 5)
+
+
+def test_parameters_that_are_apart_are_different_units() -> None:
+    """A matrix and two vectors that are gathered and used together."""
+
+    def is_vector(slot: ParameterSlot) -> bool:
+        return len(slot.shape) == 1
+
+    text = """
+    g = all_gather(w); h = all_gather(b); k = all_gather(s)
+    v = wait(g); c = wait(h); z = wait(k); a = addmm(c, x, v); m = mul(a, z); release(v); release(c); release(z)
+    return (m,)
+    """
+    parameters = {"w": unit(256, 256), "b": unit(256), "s": unit(256)}
+    graph = align_regions(graph_of(text, x=torch.empty(4, 256), **parameters), region_bytes=64).graph
+    assert [*unit_members([graph])] == ["w .. s"]
+    found = unit_members([graph], apart=is_vector)
+    assert {name: [slot.name for slot in slots] for name, slots in found.items()} == {"w": ["w"], "b .. s": ["b", "s"]}
+    problem = step_problem([(graph, None)], facts(apart=is_vector))
+    assert [(own.name, own.stored_bytes) for own in problem.units] == [("w", 4 * 256 * 256), ("b .. s", 2 * 4 * 256)]
+    assert [own.name for own in step_problem([(graph, None)], facts()).units] == ["w .. s"]
 
 
 def test_parameters_alone() -> None:
