@@ -22,6 +22,7 @@ from zinf_compile.passes.activations.fetch_saved_values import fetch_saved_value
 from zinf_compile.passes.activations.offload_saved_values import offload_saved_values
 from zinf_compile.passes.activations.remake_saved_values import remake_saved_values
 from zinf_compile.passes.analysis.planned_graph import Planner
+from zinf_compile.passes.analysis.saved_memories import returned
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, leaving, returning, tile_of
 from zinf_compile.passes.joint.align_products import align_products
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
@@ -189,7 +190,11 @@ def planned_passes(
 
 
 def _last_passes(hops: Callable[[Tier], Sequence[str]]) -> tuple[Pass, ...]:
-    return (*IN_PLACE, partial(offload_saved_values, hops=hops), partial(fetch_saved_values, hops=hops))
+    return (*IN_PLACE, *_moves(hops))
+
+
+def _moves(hops: Callable[[Tier], Sequence[str]]) -> tuple[Pass, ...]:
+    return partial(offload_saved_values, hops=hops), partial(fetch_saved_values, hops=hops)
 
 
 def just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.GraphModule:
@@ -207,7 +212,8 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 def as_performed(graph: fx.Graph, *, hops: Callable[[Tier], Sequence[str]] = lambda tier: ()) -> fx.Graph:
     """Return a graph in the middle of `graph_passes` as it will compute in the end: tiles in place, saved values moved.
 
-    Its transfers of units are just in time. `hops`: as that of `graph_passes`.
+    Its transfers of units are just in time. `hops`: as that of `graph_passes`. What it returns, or moves and returns, has the
+    name that the given graph has for it, as the backward and the choices of what moves do: a matrix has its concatenation's.
     """
     owner = graph.owning_module
     moves = isinstance(owner, fx.GraphModule) and bool(leaving(owner) or returning(owner))
@@ -216,7 +222,12 @@ def as_performed(graph: fx.Graph, *, hops: Callable[[Tier], Sequence[str]] = lam
     gm: fx.GraphModule = LazyGraphModule(owner or torch.nn.Module(), copy.deepcopy(graph))
     if moves:
         gm.meta.update(owner.meta)  # type: ignore[union-attr]
-    for step in _last_passes(hops):
+    for step in IN_PLACE:
+        gm = step(gm)
+    for before, node in zip(returned(graph), returned(gm.graph), strict=True):
+        if isinstance(node, fx.Node) and node.name != before.name:
+            node.name = before.name  # free again: nothing is left of what had it
+    for step in _moves(hops):
         gm = step(gm)
     return gm.graph
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from marks import more
+from torch import Tensor, fx, nn
 
 from zinf_compile.backend.decide_memory import Cut
 from zinf_compile.backend.remake import Remakable
 from zinf_compile.cli.models import GPT
 from zinf_compile.cli.trace import Recorder, run_on_fakes
 from zinf_compile.config import Config
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import as_performed, copied, just_in_time
 from zinf_compile.passes.analysis.compute_account import ForwardValues
@@ -52,7 +54,10 @@ def views() -> tuple[nn.Module, Any]:
 
 
 class Compared(Recorder):
-    """Compares the accounts of a forward and its backward in which all that may leave does, and with blocks that run again."""
+    """Compares the accounts of a forward and its backward in which all that may leave does, and with blocks that run again.
+
+    The ones that choices are made by say the same as those of graphs in which nothing else moves.
+    """
 
     compared = 0
 
@@ -64,36 +69,42 @@ class Compared(Recorder):
         super()._decide_memory(cut)
 
     def _compare(self, cut: Cut, remakable: Remakable, again: int) -> None:
-        assert self._budget is not None
-        context = self._budget.context
         pair = [copied(gm) for gm in cut.graphs]
         if again:
             remakable.plan(*pair, again)
         memories = find_memories(*(gm.graph for gm in pair), own_outputs=cut.own_outputs or 0)
         scheduled = [just_in_time(gm, cut.bucket_bytes) for gm in pair]
-        mark_moving(*scheduled, tuple(dataclasses.replace(each, tier=Tier.NVME) for each in memories))
-        graphs = [
-            ComputeGraph(
-                as_performed(gm.graph, hops=context.link.topology.hops),
-                context.device,
-                by_operator=self.config.compute == "fx",
-            )
-            for gm in scheduled
-        ]
+        graphs = self._performed(scheduled, memories)
         forward = ChoiceAccounts(graphs[0], results=cut.own_outputs)
         backward = ChoiceAccounts(graphs[1], forward=forward)
         draw = random.Random(0)
         for number in range(DRAWN + 2):
             part = {0: 0.0, 1: 1.0}.get(number, draw.random())
-            stays = frozenset(name for memory in memories if draw.random() < part for name in memory.inputs)
+            staying = [memory for memory in memories if draw.random() < part]
+            stays = frozenset(name for memory in staying for name in memory.inputs)
             alone = account_compute(graphs[0], results=cut.own_outputs, stays=stays)
             behind = account_compute(graphs[1], forward=alone.handed, stays=stays)
             for found, expected in ((forward.account(stays), alone), (backward.account(stays), behind)):
                 assert _told(found.handed) == _told(expected.handed)
                 assert dataclasses.replace(found, handed=expected.handed) == expected
+            assert stays <= alone.handed.memory_of.keys(), "the backward finds what stays"
+            if number < 4:
+                ahead, back = self._performed(scheduled, [memory for memory in memories if memory not in staying])
+                first = account_compute(ahead, results=cut.own_outputs)
+                assert alone.memory() == first.memory()
+                assert behind.memory() == account_compute(back, forward=first.handed).memory()
             self.compared += 1
         assert forward.makes_sums
         assert backward.makes_sums
+
+    def _performed(self, scheduled: Sequence[fx.GraphModule], moving: Sequence[SavedMemory]) -> list[ComputeGraph]:
+        """Return a forward and its backward between which this moves."""
+        assert self._budget is not None
+        context, by_operator = self._budget.context, self.config.compute == "fx"
+        forward, backward = scheduled
+        mark_moving(forward, backward, tuple(dataclasses.replace(each, tier=Tier.NVME) for each in moving))
+        graphs = [as_performed(gm.graph, hops=context.link.topology.hops) for gm in scheduled]
+        return [ComputeGraph(graph, context.device, by_operator=by_operator) for graph in graphs]
 
 
 def _told(handed: ForwardValues) -> object:
@@ -101,9 +112,10 @@ def _told(handed: ForwardValues) -> object:
 
 
 @pytest.mark.parametrize(("device", "compute"), [("cpu", "fx"), ("cpu", "inductor"), ("cuda", "inductor")])
-@pytest.mark.parametrize("target", [gpt, views])
-def test_two_accounts_make_all(target: Callable[[], tuple[nn.Module, Any]], device: str, compute: str) -> None:
-    config = Config.from_options({"compute": compute, "device_memory": "1GiB", "nvme": "/"}, check_folders=False)
+@pytest.mark.parametrize(("target", "tile"), [(gpt, None), (views, None), (views, "2KiB"), more(gpt, "2KiB")])
+def test_two_accounts_make_all(target: Callable[[], tuple[nn.Module, Any]], tile: str | None, device: str, compute: str) -> None:
+    given = {"compute": compute, "device_memory": "1GiB", "nvme": "/"} | ({} if tile is None else {"tile": tile})
+    config = Config.from_options(given, check_folders=False)
     made: list[Compared] = []
 
     def compiler(number: int) -> Compared:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from irtext import graph_of, unit
+from irtext import each_a_tile, graph_of, unit
 from torch import fx
 
 from zinf_compile.ir.tiers import Tier, Topology
@@ -155,3 +155,30 @@ def test_what_the_backward_does_not_read_is_accounted_for_by_each_choice(apart: 
         behind = account_compute(back, forward=alone.handed, stays=stays)
         assert forward.account(stays).memory() == alone.memory()
         assert dataclasses.replace(backward.account(stays), handed=behind.handed) == behind, stays
+
+
+TILES = {"x": torch.empty(16, 16), "w": unit(16, 8), "u": unit(16, 8), "z": unit(16, 16)}
+IN_TILES = """
+g = all_gather(w); v = wait(g); a = mm(x, v); release(v)
+h = all_gather(u); f = wait(h); b = mm(x, f); c = cat([a, b], 1); release(f)
+k = all_gather(z); q = wait(k); d = mm(c, q); release(q); return (d, c)
+"""
+BEHIND_TILES = "b = mul(n, c); k = all_gather(z); q = wait(k); a = mm(b, q); e = mm(a, q); release(q); return (e, a, b)"
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_matrix_that_tiles_are_written_into_has_the_name_of_its_concatenation(moves: bool) -> None:
+    """By it the backward knows what the forward has saved, and choices say what stays."""
+    forward = each_a_tile(graph_of(IN_TILES, **TILES))
+    backward = each_a_tile(graph_of(BEHIND_TILES, n=torch.empty(16, 16), c=torch.empty(16, 16), z=unit(16, 16)))
+    (found,) = find_memories(forward.graph, backward.graph, own_outputs=1)
+    if moves:
+        mark_moving(forward, backward, (dataclasses.replace(found, tier=Tier.NVME),))
+    hops, cpu = Topology(host_apart=False).hops, torch.device("cpu")
+    ahead, back = (ComputeGraph(as_performed(gm.graph, hops=hops), cpu, by_operator=True) for gm in (forward, backward))
+    assert not ahead.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    stays = frozenset(found.inputs)
+    account = account_compute(ahead, results=1, stays=stays)
+    assert (account.memory().peak, account.saved) == (4 * VALUE, 2 * VALUE), "x, c, d, and the result of the call before"
+    behind = account_compute(back, forward=account.handed, stays=stays)
+    assert behind.memory().peak == 5 * VALUE, "n, b, a, e, and the forward's result: c is no longer there"
