@@ -232,7 +232,7 @@ def orders(problem: StepProblem) -> list[list[Item]]:
     is used first. What may live on one tier only has no choice.
     """
     small = _small_units(problem)
-    units = sorted(problem.units, key=lambda unit: min((*unit.uses, *unit.gradients)))
+    units = sorted(problem.units, key=lambda unit: (unit.name not in small, min((*unit.uses, *unit.gradients))))
     allowed = {kind: getattr(problem.allowed, kind) for kind in KINDS}
     free = [kind for kind in KINDS if len(allowed[kind] or problem.tiers) > 1]
     items: dict[str, list[Item]] = {
@@ -251,7 +251,7 @@ def orders(problem: StepProblem) -> list[list[Item]]:
 
     by_kind, last = in_order("params", "grads", "states"), in_order("grads", "states", "params")
     place = {unit.name: number for number, unit in enumerate(units)}
-    bundles = sorted(by_kind, key=lambda item: (item[1] not in small, place[item[1]]))
+    bundles = sorted(by_kind, key=lambda item: place[item[1]])
     return [by_kind, bundles, last, in_order("states", "grads", "params")]
 
 
