@@ -1,7 +1,8 @@
-"""A training step on one GPU beside eager PyTorch, Inductor and FSDP2: with all on the GPU, and with all states in host memory.
+"""A training step on one GPU beside eager PyTorch, Inductor and FSDP2: all on the GPU, states in host memory, or by a plan.
 
     python benchmarks/gpu.py                       # a 355M GPT on the GPU: eager, Inductor, this backend
     python benchmarks/gpu.py --offload             # its states in host memory: FSDP2's CPU offload, this backend
+    python benchmarks/gpu.py --within 12GiB        # where the plan puts them within that: FSDP2's CPU offload, this backend
     python benchmarks/gpu.py --nvme DIR            # its states on DIR's drive, beside host memory
     python benchmarks/gpu.py --large               # a GPT whose states are larger than the GPU's memory
     python benchmarks/gpu.py --json gpu.json       # keep the numbers
@@ -34,6 +35,7 @@ from tabulate import tabulate
 VOCABULARY, LENGTH = 50257, 1024
 ON_GPU = ("inductor", "eager", "zinf")
 OFFLOADED = ("fsdp2 offload", "zinf host")
+PLANNED = ("fsdp2 offload", "zinf")
 DRIVE = ("zinf host", "zinf nvme")
 STATES = ("params", "grads", "optimizer")
 
@@ -189,13 +191,29 @@ def limits_text(result: dict[str, Any]) -> str:
                     f"{moved / rate * 1e3:.0f} ms for {moved / 1e9:.2f} GB from {link} by {row['peer']} at {rate / 1e9:.0f} GB/s"
                 )
     states = 16 * result["parameters"] / 2**30
-    return f"Parameters, gradients and states are {states:.1f} GiB. Limits: {'; '.join(said)}."
+    cap = result["options"].get("device_memory")
+    within = f"zinf within {cap} of the GPU. " if cap else ""
+    return f"{within}Parameters, gradients and states are {states:.1f} GiB. Limits: {'; '.join(said)}."
+
+
+def peers_of(options: argparse.Namespace) -> Sequence[str]:
+    """Return the peers' names, the base of the ratios first."""
+    if options.peers:
+        return str(options.peers).split(",")
+    if options.within:
+        return PLANNED
+    if options.nvme:
+        return DRIVE
+    if options.offload:
+        return OFFLOADED
+    return DRIVE[:1] if options.large else ON_GPU
 
 
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--offload", action="store_true", help="states in host memory")
+    parser.add_argument("--within", metavar="BYTES", help="states where the plan puts them, within this much device memory")
     parser.add_argument("--nvme", metavar="DIR", help="states on this folder's drive, beside host memory")
     parser.add_argument("--large", action="store_true", help="48 layers of width 3072, states in host memory, made there")
     parser.add_argument("--layers", type=int)
@@ -216,7 +234,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks/gpu.py measures nothing: no GPU here", file=sys.stderr)
         return
-    names: Sequence[str] = DRIVE if options.nvme else OFFLOADED if options.offload else DRIVE[:1] if options.large else ON_GPU
+    planned = dict.fromkeys(STATES, "auto") | {"device_memory": options.within} if options.within else {}
     width = options.width or (3072 if options.large else 1024)
     settings = {
         "model": {
@@ -229,9 +247,9 @@ def main() -> None:
         "batch": options.batch,
         "on_meta": options.large,
         "device": options.device,
-        "options": options.options,
+        "options": planned | options.options,
     }
-    result = measure(options.peers.split(",") if options.peers else names, settings, drive=options.nvme, rounds=options.rounds)
+    result = measure(peers_of(options), settings, drive=options.nvme, rounds=options.rounds)
     print(report(result), flush=True)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
