@@ -102,18 +102,19 @@ def _gather_at_hand(step: Gather, members: Members, run: Run) -> None:
     to_cast: dict[int, torch.Tensor] = {}
     for source, out in members:
         arrived = _arriving(source, run)
-        if arrived is not None and arrived.unit.backing is not None:
-            narrower = step.dtype if step.dtype != arrived.unit.dtype else None
-            full, what = arrived.unit.logical(arrived.shard), _gathering(step, [arrived.unit], run)
-            registers[out] = GatherHandle(full, arrived.pending, what, narrower, stays=_staying(arrived.unit))
+        unit = _unit_behind(source, run) if arrived is None else arrived.unit
+        narrower = step.dtype if step.dtype != unit.dtype else None
+        if arrived is not None and unit.backing is not None:
+            full, what = unit.logical(arrived.shard), _gathering(step, [unit], run)
+            registers[out] = GatherHandle(full, arrived.pending, what, narrower, stays=_staying(unit))
+            continue
+        whole, updated = unit.whole_memory(), unit.updated()
+        if updated is not None:
+            registers[out] = GatherHandle(whole, updated, _gathering(step, [unit], run), narrower)
+        elif narrower is None:
+            registers[out] = GatherHandle(whole, None)
         else:
-            unit = _unit_behind(source, run) if arrived is None else arrived.unit
-            whole, updated = unit.whole_memory(), unit.updated()
-            if updated is not None or step.dtype == unit.dtype:
-                narrower = step.dtype if step.dtype != unit.dtype else None
-                registers[out] = GatherHandle(whole, updated, _gathering(step, [unit], run), narrower)
-            else:
-                to_cast[out] = whole
+            to_cast[out] = whole
     if to_cast:
         for out, full in zip(to_cast, _cast_together([*to_cast.values()], step.dtype, run.context), strict=True):
             registers[out] = GatherHandle(full, None)

@@ -16,7 +16,7 @@ from zinf_compile.errors import PartitionedParameterError, StepFailedError, Stor
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program, digest_of
-from zinf_compile.ir.tiers import Tier
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.optim.first_call_in_step import refuse_running_steps
 from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
@@ -63,6 +63,8 @@ class Binder:
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
         """Key and result of the last digest of the units' steps."""
+        self._suiting: dict[int, Placement] = {}
+        """The placement of the last unit of each slot whose gradient is reduced as the graph was compiled for."""
 
     def bind(self, args: Sequence[Any], *, lacks_space: StoreError | None = None) -> Mapping[int, Unit | Tile]:
         """Return the unit of each slot, and its tiles, after all ranks have agreed on the call.
@@ -157,20 +159,11 @@ class Binder:
                         f"{len(slot.tiles)}: several models with different option tile or device_memory each need "
                         "model.compile(backend=...) of their own"
                     )
-                elif slot.requires_grad and unit.reduce_dtype != slot.reduce_dtype:
-                    raise PartitionedParameterError(
-                        f"gradients of parameter {slot.name} are kept in {unit.reduce_dtype}, but this graph was compiled to "
-                        f"reduce them in {slot.reduce_dtype}: several models with different option reduce_dtype or master each "
-                        "need model.compile(backend=...) of their own"
-                    )
-                elif slot.requires_grad and slot.reduced_at_step != unit.reduced_at_step:
-                    raise PartitionedParameterError(
-                        f"parameter {slot.name} was partitioned with reduce_grads={unit.placement.reduce_grads!r}, but this "
-                        "graph was compiled otherwise: several models with different option reduce_grads each need "
-                        "model.compile(backend=...) of their own"
-                    )
                 else:
                     units[r] = unit
+                    if slot.requires_grad and self._suiting.get(r) is not unit.placement:
+                        _check_reduced_alike(unit, slot)
+                        self._suiting[r] = unit.placement
         return units, fresh
 
     def _partition(self, args: Arguments, fresh: Sequence[int], placements: Placements | None = None) -> None:
@@ -242,6 +235,22 @@ def _unit_of(parameter: torch.Tensor) -> Unit:
 def _first_of(units: Iterable[Unit]) -> int:
     """Return a key of the units' model: their first serial."""
     return min((unit.serial for unit in units), default=-1)
+
+
+def _check_reduced_alike(unit: Unit, slot: ParameterSlot) -> None:
+    """Check that a parameter's gradient is reduced as the graph was compiled for; its placement and slot decide that."""
+    if unit.reduce_dtype != slot.reduce_dtype:
+        raise PartitionedParameterError(
+            f"gradients of parameter {slot.name} are kept in {unit.reduce_dtype}, but this graph was compiled to "
+            f"reduce them in {slot.reduce_dtype}: several models with different option reduce_dtype or master each "
+            "need model.compile(backend=...) of their own"
+        )
+    if slot.reduced_at_step != unit.reduced_at_step:
+        raise PartitionedParameterError(
+            f"parameter {slot.name} was partitioned with reduce_grads={unit.placement.reduce_grads!r}, but this "
+            "graph was compiled otherwise: several models with different option reduce_grads each need "
+            "model.compile(backend=...) of their own"
+        )
 
 
 def _checked(parameter: Any, slot: ParameterSlot, context: Context) -> Unit | None:

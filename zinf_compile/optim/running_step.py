@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile._torch import no_torch_function
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunked_step import ChunkedStep, explaining_progress, finish_chunks
 from .flat_states import FlatStates
 from .record import record_of
-from .shard_state import kept_state, like_parameter, local_gradient, shard_state
+from .shard_state import kept_state, like_parameter, local_part, shard_state
 from .split_states import SplitStep
 from .stand_in import STEP_LOCAL, make_stand_in, settings_of
 from .state_entry import states_of
@@ -38,8 +39,8 @@ class RunningStep:
     """Parameters whose shards are updated at once rather than in chunks."""
     split: SplitStep
     chunked: ChunkedStep | None
-    filled: dict[torch.Tensor, dict[str, tuple[Any, int]]] = dataclasses.field(default_factory=dict)
-    """States of `shards`, as the step found them and where, that it may change in place and nothing has to be done about."""
+    filled: dict[int, tuple[FlatStates, dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """States of shards, by the ids of those, as the step found them: if it changes them in place, nothing has to be done."""
     filled_bytes: int = 0
     """Bytes of the states that the step found in memory and may change there."""
     states_changed: bool = False
@@ -101,8 +102,10 @@ def _fill(optimizer: Optimizer, running: RunningStep) -> None:
     for key, state in optimizer.state.items():
         if id(key) not in partitioned:
             running.optimizer.state[key] = state
-    for parameter, shard in running.shards:
-        shard.grad = local_gradient(parameter)
+    with no_torch_function():
+        grads = [parameter.grad for parameter, _ in running.shards]
+    for (parameter, shard), grad in zip(running.shards, grads, strict=True):
+        shard.grad = local_part(grad, parameter._zinf_unit)
         if parameter in optimizer.state:
             _fill_states(optimizer, running, parameter, shard)
     running.split.fill(optimizer, running.optimizer)
@@ -113,17 +116,18 @@ def _fill(optimizer: Optimizer, running: RunningStep) -> None:
 def _fill_states(optimizer: Optimizer, running: RunningStep, parameter: ShardedParameter, shard: torch.Tensor) -> None:
     """Give a shard its states, by those that it had in the last step where they are in the same memory."""
     states, flat, unit = optimizer.state[parameter], record_of(optimizer).flat, parameter._zinf_unit
-    given, known = without_note(states), flat.get(id(parameter))
     plain = type(states) is dict  # another mapping may make a tensor of its own for each who asks
-    filled = None if known is None or not plain else known.of(given)
+    known = flat.get(id(parameter)) if plain else None
+    filled = None if known is None else known.of(states, others=is_noted(states))
     if filled is None:
+        given = without_note(states)
         filled = {k: shard_state(v, unit, k, optimizer) for k, v in given.items()}
         known = FlatStates(given, filled) if plain and _in_place(given, filled) else None
     if known is not None:
         flat[id(parameter)] = known
         running.filled_bytes += known.bytes
         if unit.shard_group.size == 1 or is_noted(states):
-            running.filled[shard] = {name: (value, _place(value)) for name, value in filled.items()}
+            running.filled[id(shard)] = known, dict(filled)
     running.optimizer.state[shard] = filled
 
 
@@ -135,28 +139,18 @@ def _in_place(given: Mapping[str, Any], filled: Mapping[str, Any]) -> bool:
     )
 
 
-def _holds(state: Mapping[str, Any], earlier: Mapping[str, tuple[Any, int]] | None) -> bool:
-    """Say whether states are the objects that they were, in the same memory, as those are that an optimizer changes in place."""
-    if earlier is None or state.keys() != earlier.keys():
-        return False
-    return all(state[name] is value and _place(value) == place for name, (value, place) in earlier.items())
-
-
-def _place(value: Any) -> int:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else 0
-
-
 def end_step(optimizer: Optimizer, running: RunningStep) -> None:
     """Copy states, settings and attributes from the stand-in to the optimizer, after its step."""
     stand_in = running.optimizer
     for parameter, shard in running.shards:
         state = stand_in.state.pop(shard, None)
-        if state is not None and not _holds(state, running.filled.get(shard)):
+        known, filled = running.filled.get(id(shard), (None, {}))
+        if state is not None and not (known is not None and known.hold(filled, state)):
             unit = parameter._zinf_unit
             _keep(optimizer, parameter, noted({k: kept_state(v, unit) for k, v in state.items()}, unit))
             running.states_changed = True
         shard.grad = None
-        torch.autograd.graph.increment_version(parameter)
+    torch.autograd.graph.increment_version(parameter for parameter, _ in running.shards)
     running.split.finish(optimizer, stand_in)
     if running.chunked is not None:
         with explaining_progress(optimizer):

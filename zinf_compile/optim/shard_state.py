@@ -22,10 +22,13 @@ def like_parameter(shard: torch.Tensor, unit: Unit) -> torch.Tensor:
 
 def local_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
     """Return this rank's shard of a parameter's gradient, None without one; waits for its reduction."""
-    grad = parameter.grad
+    return local_part(parameter.grad, parameter._zinf_unit)
+
+
+def local_part(grad: torch.Tensor | None, unit: Unit) -> torch.Tensor | None:
+    """Return this rank's shard of a unit's gradient, as `local_gradient` does."""
     if grad is None:
         return None
-    unit = parameter._zinf_unit
     return like_parameter(grad.local() if isinstance(grad, ShardedGradient | ShardedTensor) else unit.local_part(grad), unit)
 
 

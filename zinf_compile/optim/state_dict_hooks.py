@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import MASTER, Kept
@@ -27,20 +28,20 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
     known: list[OffloadedStates] = [] if record.offloaded is None else record.offloaded
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
+    ways: dict[tuple[int, int, torch.dtype], _Way] = {}
     for p in hollow:
-        if any(p in states for states in known):
+        if known and any(p in states for states in known):
             continue
         unit = p._zinf_unit
-        topology, master = unit.context.link.topology, unit.placement.master_of(unit.dtype)
-        converts = unit.reduce_dtype != (master or unit.dtype)  # gradients are converted one chunk at a time
-        streams = master or converts or unit.placement.streams(topology)
-        if not streams or (not p.requires_grad and p.grad is None):
+        key = (id(unit.context), id(unit.placement), unit.dtype)
+        way = ways.get(key) or ways.setdefault(key, _Way(unit))
+        if not way.streams or (not p.requires_grad and p.grad is None):
             continue
         check_pieces(optimizer, groups[id(p)], unit)
-        kept = states_kept(optimizer, groups[id(p)], master or unit.dtype)
-        if master:
-            kept = {**kept, MASTER: master}
-        if kept or converts or unit.placement.streams_values(topology):
+        kept = states_kept(optimizer, groups[id(p)], way.master or unit.dtype)
+        if way.master:
+            kept = {**kept, MASTER: way.master}
+        if kept or way.converts or way.streams_values:
             fresh.setdefault((id(unit.context), unit.placement.without_tiles), []).append((p, kept))
     if fresh and record.offloaded is None:
         record.offloaded = known
@@ -57,6 +58,18 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
                 known[-1].reconcile(optimizer)
                 break
     return known
+
+
+class _Way:
+    """What becomes of the states of parameters of one placement and type in a step."""
+
+    def __init__(self, unit: Unit) -> None:
+        placement, topology = unit.placement, unit.context.link.topology
+        self.master = placement.master_of(unit.dtype)
+        self.converts = unit.reduce_dtype != (self.master or unit.dtype)
+        """Whether gradients are converted, one chunk at a time."""
+        self.streams_values = placement.streams_values(topology)
+        self.streams = bool(self.master) or self.converts or placement.streams(topology)
 
 
 def drive_bytes(optimizer: Optimizer) -> int:

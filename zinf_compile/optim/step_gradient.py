@@ -68,9 +68,9 @@ class StepGradient:
 
 def mark_applied(optimizer: Optimizer) -> None:
     """Note, after a step, that it has applied the gradients as they are."""
-    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-        with no_torch_function():
-            grad = parameter.grad
+    with no_torch_function():
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    for grad in grads:
         if grad is not None:
             grad._zinf_applied = grad._version
 

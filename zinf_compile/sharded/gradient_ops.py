@@ -69,15 +69,16 @@ _ELEMENTWISE = frozenset(
 _ZEROES = frozenset(["zero_", "_foreach_zero_"])
 _OVERWRITES = frozenset(["fill_", "zero_", "_foreach_zero_"])
 """In-place operators that read nothing of any gradient."""
+_ALIASES = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default])
 
 
 def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Perform an operator of which an argument is a gradient; those of a `ShardedTensor` beside it are that one's to answer."""
+    if func in _ALIASES:  # of one tensor; autograd makes one of each gradient
+        return args[0].alias()
     if any(kind is ShardedTensor for kind in types):
         return NotImplemented
     packet = func._schema.name.split("::")[-1]
-    if packet in ("detach", "alias"):
-        return args[0].alias()
     if packet in ("add", "add_") and (added := _add_whole(args, kwargs, in_place=packet == "add_")) is not None:
         return added
     if packet in _NORMS:

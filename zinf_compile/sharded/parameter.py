@@ -50,8 +50,8 @@ class ShardedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if (
-            torch.compiler.is_compiling()
-            or func in OFTEN
+            func in OFTEN
+            or torch.compiler.is_compiling()
             or (reads_metadata(func, args) and not makes_companion(func, args, kwargs or {}))
         ):
             with no_torch_function():

@@ -19,7 +19,9 @@ def test_shards_are_the_memory_of_the_states() -> None:
     assert shards["step"] is states["step"]
     shards["turned"].copy_(torch.arange(12.0))
     assert states["turned"].tolist() == torch.arange(12.0).view(4, 3).t().tolist()
-    assert known.of({}) == {}
+    assert known.of({**states, "layout": 1}, others=1) is not None
+    assert known.of({}) is None
+    assert known.of({**states, "other": 1}) is None
 
 
 def test_other_tensors_other_memory_and_what_is_no_tensor() -> None:
@@ -54,3 +56,17 @@ def test_states_that_are_the_same() -> None:
     assert not known.are(collections.OrderedDict(states))
     states["mean"].data = torch.zeros(3)
     assert not known.are(states)
+
+
+def test_states_that_an_update_left_in_place() -> None:
+    states = {"mean": torch.zeros(3, 4), "count": 3}
+    shards = {"mean": states["mean"].view(-1), "count": states["count"]}
+    known = FlatStates(states, shards)
+    shards["mean"].add_(1)
+    assert known.hold(shards, dict(shards))
+    assert not known.hold(shards, {**shards, "count": 4})
+    assert not known.hold(shards, {**shards, "more": 4})
+    assert not known.hold(shards, {"mean": shards["mean"]})
+    assert not known.hold(shards, {**shards, "mean": shards["mean"].clone()})
+    shards["mean"].data = torch.zeros(12)
+    assert not known.hold(shards, shards)
