@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
-from zinf_compile.ir.compute_shape import ComputeShape, default_tile, piece_of
+from zinf_compile.ir.compute_shape import BUCKET_BYTES, ComputeShape, default_tile, piece_of
 from zinf_compile.ir.file_digest import with_digest
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
@@ -46,9 +46,9 @@ class Config:
     with its random numbers. `"fx"`: operator by operator, with the kernels and bits of eager PyTorch (after a step, those of
     `fused=True` if the optimizer's `fused` is None)."""
 
-    bucket: int | str = "32MiB"
+    bucket: int | str | None = None
     """Size of a group of transfers: neighbours in order of use are issued together up to this many bytes of full parameters.
-    Measured (benchmarks/prefetch.py, two gloo ranks on two cores): 8 MiB cost 3 to 5 %, 64 MiB gain nothing."""
+    Default: 32 MiB, or a tile where that is less, as under a small `device_memory`."""
 
     mode: str = "default"
     """Inductor's search for fast kernels, also set by `torch.compile(..., mode=...)`: `"default"`, or
@@ -189,8 +189,9 @@ class Config:
 
     @property
     def bucket_bytes(self) -> int:
-        """`bucket` in bytes."""
-        return parse_bytes(self.bucket, option="bucket")
+        """`bucket` in bytes, or its default."""
+        default = min(BUCKET_BYTES, self.tile_bytes or BUCKET_BYTES)
+        return default if self.bucket is None else parse_bytes(self.bucket, option="bucket")
 
     @property
     def tile_bytes(self) -> int | None:
@@ -315,8 +316,7 @@ class Config:
         self._validate_shape()
         self._validate_checkpoint()
         parse_dtype(self.reduce_dtype, option="reduce_dtype")
-        parse_bytes(self.bucket, option="bucket")
-        for option in ("tile", "device_memory", "host_memory"):
+        for option in ("bucket", "tile", "device_memory", "host_memory"):
             if getattr(self, option) is not None:
                 parse_bytes(getattr(self, option), option=option)
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)

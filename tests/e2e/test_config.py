@@ -153,6 +153,15 @@ def test_what_ranks_agree_on_does_not_depend_on_how_a_size_is_written() -> None:
     assert Config(bucket="1MiB").signature() != Config(bucket="1MB").signature()
 
 
+def test_the_default_bucket_is_no_larger_than_a_tile() -> None:
+    assert Config().shape().bucket_bytes == 32 << 20
+    assert Config(device_memory="1GiB").shape().bucket_bytes == 32 << 20
+    assert Config(device_memory="100MiB").shape().bucket_bytes == 16 << 20
+    assert Config(device_memory="3MiB").shape().bucket_bytes == 32 << 20  # without tiles
+    assert Config(tile="5MiB").shape().bucket_bytes == 5 << 20
+    assert Config(device_memory="100MiB", bucket="32MiB").shape().bucket_bytes == 32 << 20
+
+
 def test_the_compute_shape_is_made_of_declared_options_and_agreed_on() -> None:
     shape = Config(compute="fx", bucket="1KiB", device_memory="8MiB", compute_shape={"chunk_bytes": 7}).shape()
     assert (shape.bucket_bytes, shape.tile_bytes, shape.chunk_bytes) == (1024, 2 << 20, 7)

@@ -75,23 +75,27 @@ def test_pieces_follow_from_the_cap_that_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranges", "expected"),
+    ("floor", "ranges", "expected"),
     [
-        ({0: 7, 1: 8, 2: 30, 3: 31}, 7),
-        ({0: 11, 1: 25, 2: 30, 3: 31}, 30),
-        ({0: 11, 1: 12, 2: 30, 3: 31}, 12),
-        ({0: 99, 1: 99, 2: 3}, 20),
+        (6, {0: 7, 1: 8, 2: 30, 3: 31}, 7),
+        (6, {0: 11, 1: 25, 2: 30, 3: 31}, 30),
+        (6, {0: 11, 1: 12, 2: 30, 3: 31}, 12),
+        (6, {0: 99, 1: 99, 2: 3}, 20),
+        (45, {0: 8, 1: 9, 2: 15, 3: 18}, 8),
+        (45, {0: 99, 1: 18, 2: 15, 3: 31}, 18),
+        (45, {0: 99, 1: 25, 2: 15, 3: 31}, 20),
+        (45, {3: 50}, 50),
     ],
 )
-def test_the_smallest_cap_is_found_where_needs_grow_with_it(ranges: dict[int, int], expected: int) -> None:
-    """Caps from 0, 10, 20, 40 bytes on have tiles of one size, and need so much."""
+def test_the_smallest_cap_is_found_where_needs_grow_with_it(floor: int, ranges: dict[int, int], expected: int) -> None:
+    """Caps from 0, 10, 20, 40 bytes on have tiles of one size, and need so much; less than the floor, where homes are open."""
     borders = [0, 10, 20, 40, 80]
 
     def edges(cap: int) -> tuple[int, int]:
         number = next(n for n in range(4) if cap < borders[n + 1])
         return borders[number], borders[number + 1]
 
-    found = find_smallest(lambda cap: ranges[borders.index(edges(cap)[0])], floor=6, edges=edges)
+    found = find_smallest(lambda cap: ranges[borders.index(edges(cap)[0])], floor=floor, edges=edges)
     assert found == expected
 
 
@@ -183,12 +187,21 @@ def test_caps_for_reading_states_from_a_drive(read: Any, option: str, tmp_path: 
 
 @pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 @pytest.mark.parametrize(
-    ("widths", "more_than", "caps"),
-    [((512,) * 12, 32 << 20, []), ((512,) * 8 + (1024, 768), 8 << 20, [4 << 20, 8 << 20])],
-    ids=["none is cut", "two are cut"],
+    ("widths", "bucket", "more_than", "caps"),
+    [
+        ((512,) * 12, "32MiB", 32 << 20, []),
+        ((512,) * 12, None, 8 << 20, [4 << 20, 8 << 20]),
+        ((512,) * 8 + (1024, 768), None, 8 << 20, [4 << 20, 8 << 20]),
+    ],
+    ids=["none is cut", "buckets are", "two are cut"],
 )
 def test_a_graph_is_traced_once_for_each_way_to_cut_its_parameters(
-    widths: tuple[int, ...], more_than: int, caps: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    widths: tuple[int, ...],
+    bucket: str | None,
+    more_than: int,
+    caps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Although with each doubling of a cap default tiles are twice as large."""
     traced: list[object] = []
@@ -199,7 +212,7 @@ def test_a_graph_is_traced_once_for_each_way_to_cut_its_parameters(
         return really(compiler, *args, **how)
 
     monkeypatch.setattr(_Measurer, "measure", measure)
-    options = {**ALL_AWAY, "nvme": str(tmp_path)}
+    options = {**ALL_AWAY, "nvme": str(tmp_path), "bucket": bucket}
     named = named_by(refusal_of(Stack(*widths), {**options, "device_memory": 1}))
     assert named > more_than
     assert sorted(traced) == caps  # type: ignore[type-var]

@@ -137,15 +137,20 @@ def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[
     """Return the smallest cap that is no less than what is needed under that cap.
 
     `measure(cap)` is what is needed where `cap` bytes are declared, the same between two `edges`: (first cap of such a range,
-    first of the next one). No cap under `floor` works.
+    first of the next one). No cap under `floor` works, unless less is needed there than the range that it lies in begins with.
     """
     cap = max(1, floor)
-    while True:
-        first, following = edges(cap)
-        works = max(measure(cap), first)
-        if works < following:
-            return works
-        cap = following
+    first, following = edges(cap)
+    needed = measure(cap)
+    while needed < first:  # other homes are chosen under another cap
+        lower = measure(first - 1)
+        if lower >= first:
+            return first
+        needed, (first, following) = lower, edges(first - 1)
+    while needed >= following:
+        first, following = edges(following)
+        needed = max(measure(first), first)
+    return needed
 
 
 def smaller_tiles(measure: Callable[[int], int], works: int, smaller: Iterable[int]) -> Iterator[tuple[int, int]]:
