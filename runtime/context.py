@@ -65,6 +65,7 @@ class Context:
             host_buffer=self.link.host_buffer,
             waiting=self._waiting_for_memory,
             drives_used=lambda: self._engine is not None,
+            free_host=self.link.free_host_memory,
         )
         self.step_ended: list[Callable[[], None]] = []
         """Called behind each step of an optimizer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -63,6 +63,9 @@ class DeviceLink(Protocol):
     ) -> Pending:
         """Start to copy several tensors of the device's memory to the host, once all of `after` is over; all stay until then."""
 
+    def free_host_memory(self, enough: Callable[[], bool]) -> None:
+        """Wait for copies to the device until the host memory that they let go leaves `enough`, or none is under way."""
+
     def wait_read(self, *host: torch.Tensor) -> None:
         """Return when no copy to the device reads any of this host memory any more: call it before that is changed."""
 
@@ -119,6 +122,9 @@ class HostIsDevice:
     ) -> Pending:
         """See `DeviceLink.to_host_together`."""
         raise AssertionError("a schedule for a device that is host memory copies nothing from it")
+
+    def free_host_memory(self, enough: Callable[[], bool]) -> None:
+        """See `DeviceLink.free_host_memory`; nothing is copied."""
 
     def wait_read(self, *host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`; nothing is copied."""
@@ -193,6 +199,11 @@ class AcceleratorLink:
         """See `DeviceLink.to_host_together`."""
         before = [*after, *self._readers(into)]
         return TransferToHost(self._copy(_TO_HOST, sources, into, before, host=into))
+
+    def free_host_memory(self, enough: Callable[[], bool]) -> None:
+        """See `DeviceLink.free_host_memory`."""
+        if (lane := self._lanes.get(_TO_DEVICE)) is not None:
+            lane.free_host_memory(enough)
 
     def wait_read(self, *host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -108,6 +108,9 @@ class SimulatedDevice:
     ) -> Pending:
         """See `DeviceLink.to_host_together`."""
         return All([self.to_host(*pair, All(after)) for pair in zip(sources, into, strict=True)])
+
+    def free_host_memory(self, enough: Callable[[], bool]) -> None:
+        """See `DeviceLink.free_host_memory`; a copy holds no memory once who needs it has waited."""
 
     def wait_read(self, *host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`; who waits for a copy here waits for its end."""

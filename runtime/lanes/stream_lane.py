@@ -236,6 +236,13 @@ class StreamLane:
             while self._under_way and self._under_way[0].is_over():
                 self._under_way.popleft()
 
+    def free_host_memory(self, enough: Callable[[], bool]) -> None:
+        """Wait for transfers, the oldest first, until what they let go leaves `enough`, or none is under way."""
+        with self._lock:
+            self.settle()
+            while self._under_way and not enough():
+                self._under_way.popleft().let_go()
+
     def readers(self, memory: Sequence[torch.Tensor]) -> list[StreamTransfer]:
         """Return the transfers under way that hold host memory which overlaps with some of this."""
         with self._lock:

@@ -27,7 +27,7 @@ class Memory:
     """The accounts of a rank's memory, on the device and on the host beside it, and what is reserved of it.
 
     `waiting` is entered while compute waits for memory, `drives_used` says whether
-    anything moves to and from drives.
+    anything moves to and from drives, `free_host` is the link's `free_host_memory`.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Memory:
         host_buffer: Callable[[int, torch.dtype], torch.Tensor],
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
         drives_used: Callable[[], bool],
+        free_host: Callable[[Callable[[], bool]], None],
     ) -> None:
         self.ledger = Ledger()
         """The account of the device's memory."""
@@ -70,6 +71,7 @@ class Memory:
         )
         """Staging for blocks whose memory is not aligned."""
         self._host_buffer, self._waiting, self._drives_used = host_buffer, waiting, drives_used
+        self._free_host = free_host
 
     def staged_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for what is read from a drive outside the schedule; counted, and made room for."""
@@ -89,9 +91,16 @@ class Memory:
         staging = max(0, self.staging.cap_bytes - self.staging.bytes) if staged else 0
         return ledger.total()[0] + staging + size
 
+    def wait_copied(self, ledger: Ledger, enough: Callable[[], bool]) -> None:
+        """Where an account is the host's, wait until copies to the device have let go of `enough` memory, or of all they read."""
+        if ledger is not self.ledger and not enough():
+            with self._waiting():
+                self._free_host(enough)
+
     def make_room(self, ledger: Ledger, size: int) -> None:
         """Where `size` more bytes exceed the cap, wait until gradients have left; then what was planned for fits."""
         if not self.has_room(ledger, size):
+            self.wait_copied(ledger, lambda: self.has_room(ledger, size))
             with self._waiting():
                 self.inflight_gradients.drain(lambda: self.has_room(ledger, size))
                 if not self.has_room(ledger, size):

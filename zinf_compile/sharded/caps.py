@@ -67,15 +67,16 @@ def find_caps(config: Config, context: Context, *, held: int) -> Caps:
 def held_bytes(ledger: Ledger, more: int, cap: int, memory: Memory | None = None) -> int:
     """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
 
-    Where `more` don't fit beside them, without models and graphs that nobody uses any more; and in a rank's `memory` without full
-    gradients in flight, whose room the transient memory includes, and those that a deferred step has still to apply: a graph that
-    has no room beside these waits.
+    Where `more` don't fit beside them, without models and graphs that nobody uses any more; and in a rank's `memory` without what
+    earlier graphs have in flight to the device and to other ranks, whose room the transient memory includes, and those gradients
+    that a deferred step has still to apply: a graph that has no room beside these waits.
     """
 
     def held() -> int:
         return ledger.total()[0] - ledger.now()["bounce"]
 
     if held() + more > cap and memory is not None:
+        memory.wait_copied(ledger, lambda: held() + more <= cap)
         memory.inflight_gradients.drain(lambda: held() + more <= cap)
     if held() + more > cap:
         gc.collect()
