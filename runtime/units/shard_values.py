@@ -143,6 +143,9 @@ class BackedShard(_Counted):
 class ParameterShard:
     """The shard of a partitioned parameter itself, as it is after its last step."""
 
+    replaced: ShardValues | None = None
+    """What it was when the parameter was given other memory; None while it is the parameter's."""
+
     def __init__(self, unit: Unit) -> None:
         self.unit, self.dtype = unit, unit.dtype
 

@@ -118,6 +118,57 @@ def test_averages_and_updates_by_hand(tier: str, tmp_path: Path) -> None:
         pair.each(step)
 
 
+@torch.no_grad()
+def swap_and_swap_back(model: Any, _: Any) -> None:
+    """As evaluation with averages does, which keeps what it replaces."""
+    backup = {name: p.data for name, p in model.named_parameters()}
+    turned, again = model.second.weight.data.t(), model.second.weight.detach()
+    for p in model.parameters():
+        p.data = p.data.clone() * 2
+    model(*vectors(2))
+    assert torch.equal(whole(turned), whole(backup["second.weight"]).t())
+    assert torch.equal(whole(again), whole(backup["second.weight"]))
+    model.second.weight.data = torch.full((5, 13), 0.25)  # again, a whole one
+    for name, p in model.named_parameters():
+        p.data = backup[name]
+    model.second.bias.data = model.second.bias.data
+
+
+@torch.no_grad()
+def exchange(model: Any, _: Any) -> None:
+    one, other = model.first.bias, model.norm.weight
+    one.data, other.data = other.data, one.data
+    other.data.mul_(2)
+
+
+@torch.no_grad()
+def scale_as_vector(model: Any, _: Any) -> None:
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+
+
+@pytest.mark.parametrize("tier", ["nvme", "host"])
+def test_what_was_taken_from_data_keeps_its_values_when_data_is_assigned(tier: str, tmp_path: Path) -> None:
+    with simulating(SimulatedDevice()):
+        pair = Pair(tmp_path, tier=tier, piece=32)
+        for change in (swap_and_swap_back, exchange, scale_as_vector):
+            pair.each(change)
+            pair.each(step)
+
+
+def test_data_is_not_assigned_under_a_state_dict_that_would_follow(drive: Path) -> None:
+    pair = Pair(drive)
+    weight = pair.ours.get_parameter("first.weight")
+    state = pair.ours.state_dict()
+    with pytest.raises(PartitionedParameterError, match=r"first\.weight can't be given other values .* state dict"):
+        weight.data = weight.data * 2
+    del state
+    with pytest.raises(PartitionedParameterError, match=r"first\.weight is .* can't take over the memory"), torch.no_grad():
+        weight.set_(torch.ones(weight.shape))
+    for model in pair.models:
+        model.get_parameter("first.weight").data = model.get_parameter("first.weight").data * 2
+    pair.each(step)
+
+
 def test_norms_sums_and_dot_products(drive: Path) -> None:
     reductions: list[Callable[[Any, Any], torch.Tensor]] = [
         lambda p, g: p.norm(), lambda p, g: torch.linalg.vector_norm(p, 1), lambda p, g: (p * p).sum(), lambda p, g: p.sum(),

@@ -73,6 +73,19 @@ def average(model: nn.Module, averages: list[torch.Tensor]) -> None:
         mine.mul_(0.5).add_(p * 0.5)
 
 
+@torch.no_grad()
+def swap_and_swap_back(model: nn.Module, shadow: list[torch.Tensor]) -> None:
+    """Give parameters other values for a while, as evaluation with averages does."""
+    backup = [p.data for p in model.parameters()]
+    for p, value in zip(model.parameters(), shadow, strict=True):
+        p.data = value
+    model(*vectors(0))
+    for p, value in zip(model.parameters(), backup, strict=True):
+        p.data = value
+    for p in model.parameters():
+        p.data = p.data * 2
+
+
 def whole(value: torch.Tensor) -> torch.Tensor:
     """Return what is partitioned whole."""
     return value.full_tensor() if isinstance(value, ShardedTensor) else value
@@ -101,6 +114,7 @@ def train(rank: int, size: int, folder: str, tiers: tuple[str, str, str], name: 
                 a.update_parameters(m)
     for one, other in zip(*averages, strict=True):
         assert_same("average", one, whole(other))
+    pair.both(swap_and_swap_back, (averages[0], averages[1]))
     for one, other in zip(*[a.parameters() for a in early], strict=True):
         assert type(other) is nn.Parameter, "a module made before stays whole"
         assert_same("made before, whole", one.detach(), other.detach())

@@ -165,6 +165,12 @@ def storage_of(unit: Unit) -> OffloadedStorage:
         return storage
 
 
+def is_read_later(unit: Unit) -> bool:
+    """Say whether somebody refers to a value of a unit that is loaded when it is read."""
+    with _lock:
+        return id(unit) in _storages
+
+
 def _by_value(storage: OffloadedStorage | SavedStorage) -> tuple[Any, ...]:
     """Pickle a storage itself, as queues between processes do."""
     content = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())

@@ -163,7 +163,12 @@ def check_assignable(parameter: ShardedParameter, value: torch.Tensor) -> None:
     """Raise `PartitionedParameterError` unless the parameter is at hand and `value` has its shape, type and device."""
     unit = parameter._zinf_unit
     same = tuple(value.shape) == unit.shape and value.dtype == unit.dtype and value.device == unit.device
-    if not same or not unit.at_hand:
+    if same and not unit.at_hand:
+        raise PartitionedParameterError(
+            f"parameter {unit.name} is spread over ranks or kept off the device, and can't take over the memory of a tensor: "
+            "`parameter.data = value` gives it the values of a plain or a partitioned one"
+        )
+    if not same:
         raise PartitionedParameterError(
             f"parameter {unit.name} is partitioned as {list(unit.shape)} {unit.dtype} on {unit.device}; assigning its data "
             f"({list(value.shape)} {value.dtype} on {value.device}) is not possible. Convert or move the model before its first "

@@ -18,8 +18,9 @@ from zinf_compile.runtime.units.unit import Unit
 
 from .calls import written
 from .gradient import ShardedGradient
+from .offloaded_storage import is_read_later
 from .operands import cut_whole, gradient_values, is_scalar
-from .tensor import ShardedTensor, first_sharded, is_refusal, parameter_values, reads_memory
+from .tensor import ShardedTensor, assign_values, first_sharded, is_refusal, parameter_values, reads_memory
 
 _LIKE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
 _NOT_HERE = frozenset(
@@ -89,12 +90,18 @@ def makes_companion(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def _assign(parameter: Any, value: Any) -> Any:
-    """Perform `parameter.data = value` for a value that is partitioned alike."""
+    """Perform `parameter.data = value` for a value that is partitioned alike, or whole."""
     unit: Unit = parameter._zinf_unit
-    if not isinstance(value, ShardedTensor) or (tuple(value.shape), value.dtype) != (unit.shape, unit.dtype):
+    is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.device == unit.device
+    if not (isinstance(value, ShardedTensor) or is_plain) or (tuple(value.shape), value.dtype) != (unit.shape, unit.dtype):
         return NotImplemented
-    with torch.no_grad():
-        parameter_values(unit).copy_(value)
+    if is_read_later(unit):
+        raise PartitionedParameterError(
+            f"parameter {unit.name} can't be given other values by `parameter.data = value` while a tensor of its state dict is "
+            "referred to, which reads the parameter's values only when they are asked for: drop it, or keep a clone() of it; "
+            "`parameter.data.copy_(value)` changes both"
+        )
+    assign_values(unit, value)
     return None
 
 

@@ -31,6 +31,9 @@ _READ_MEMORY = frozenset(
 )  # fmt: skip
 """Methods that read memory past every operator."""
 
+_handed_out: weakref.WeakKeyDictionary[Unit, weakref.WeakSet[ParameterShard]] = weakref.WeakKeyDictionary()
+"""The shards that tensors have of a parameter's own values."""
+
 _refusals: weakref.WeakSet[PartitionedParameterError] = weakref.WeakSet()
 
 
@@ -66,31 +69,34 @@ class ShardedTensor(torch.Tensor):
     @property
     def shard_values(self) -> ShardValues:
         """This rank's elements."""
-        return self._shard_values
+        values = self._shard_values
+        if isinstance(values, ParameterShard) and values.replaced is not None:
+            values = self._shard_values = values.replaced
+        return values
 
     @property
     def is_parameter(self) -> bool:
         """Whether it is a parameter's own values."""
-        return isinstance(self._shard_values, ParameterShard)
+        return isinstance(self.shard_values, ParameterShard)
 
     def local(self) -> torch.Tensor:
         """Return this rank's shard on the device, flat, with its padding; a copy if it is kept elsewhere."""
-        if self._shard_values.resident is not None:
-            self._shard_values.changing()  # by whom it is handed out to, perhaps
+        if self.shard_values.resident is not None:
+            self.shard_values.changing()  # by whom it is handed out to, perhaps
             if self.is_parameter:
                 self._unit.context.full_copies.hand_out(self._unit)
         return self._read()
 
     def _read(self) -> torch.Tensor:
         """Return the same, only to be read."""
-        resident = self._shard_values.resident
+        resident = self.shard_values.resident
         if resident is not None:
             return resident
         context = self._unit.context
         shard = context.memory.staged_buffer(self._unit.shard_numel, self.dtype)
         with context.lanes.meter.waiting(), torch.no_grad():
             for start, end in pieces_of(self._unit):
-                shard[start:end].copy_(self._shard_values.fetch(start, end)())
+                shard[start:end].copy_(self.shard_values.fetch(start, end)())
         return shard.to(self._unit.device)
 
     def full_tensor(self) -> torch.Tensor:
@@ -108,7 +114,7 @@ class ShardedTensor(torch.Tensor):
     def describe(self, operator: str) -> list[str]:
         """Return what ranks compare before they do something together with it."""
         what = "parameter" if self.is_parameter else "a tensor partitioned like parameter"
-        return [f"{operator}() of {what} {self._unit.name}, unit {self._unit.serial}, changes {self._shard_values.changes:08x}"]
+        return [f"{operator}() of {what} {self._unit.name}, unit {self._unit.serial}, changes {self.shard_values.changes:08x}"]
 
     def refuse(self, operator: str, because: str = "", *, answered_by_whole: bool = False) -> NoReturn:
         """Raise the error of an operation that needs whole values.
@@ -193,7 +199,23 @@ def reads_memory(name: str) -> bool:
 
 def parameter_values(unit: Unit) -> ShardedTensor:
     """Return a parameter's own values: what is done to them in place is done to the parameter."""
-    return ShardedTensor(ParameterShard(unit), unit.shape, unit.stride)
+    shard = ParameterShard(unit)
+    _handed_out.setdefault(unit, weakref.WeakSet()).add(shard)
+    return ShardedTensor(shard, unit.shape, unit.stride)
+
+
+def assign_values(unit: Unit, value: torch.Tensor) -> None:
+    """Perform `parameter.data = value`: what was taken from `parameter.data` before keeps its values, in memory of its own."""
+    earlier = [shard for shard in _handed_out.get(unit, ()) if shard.replaced is None]
+    if isinstance(value, ShardedTensor) and value.shard_values in earlier:
+        return  # its own values
+    target = parameter_values(unit)
+    with torch.no_grad():
+        copy = target.clone() if earlier else None
+        for shard in earlier:
+            assert isinstance(copy, ShardedTensor), "it is partitioned alike"
+            shard.replaced = copy.shard_values
+        target.copy_(value)
 
 
 def same_values(tensor: ShardedTensor) -> ShardedTensor:
