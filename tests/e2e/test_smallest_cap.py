@@ -117,18 +117,29 @@ def test_tiles_are_halved_while_that_saves_much(needs: dict[int, int], expected:
     assert found == expected
 
 
-def test_later_refusals_name_what_works_as_well() -> None:
-    """More states than Adam's, which the first call can't know: the step says what works with second gradients besides."""
+def amsgrad(parameters: Any) -> torch.optim.Optimizer:
+    """Keep more states than Adam, which the first call can't know."""
+    return torch.optim.AdamW(parameters, amsgrad=True, fused=True)
 
-    def amsgrad(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, amsgrad=True, fused=True)
 
+@pytest.mark.parametrize("option", ["device_memory", "host_memory"])
+def test_later_refusals_name_what_works_as_well(option: str) -> None:
+    """The step, or a second backward, says what works with all states and second gradients: of the option that was given."""
+    widths = (300, 300, 64)
+    first = named_by(refusal_of(Stack(*widths), {option: 1}))
+    said = refusal_of(Stack(*widths), {option: first}, kind=amsgrad)
+    least = named_by(said, option)
+    train(Stack(*widths), {option: least}, kind=amsgrad)
+    assert refusal_of(Stack(*widths), {option: least - 1}, kind=amsgrad)
+
+
+def test_later_refusals_name_both_options_where_both_allow_too_little() -> None:
     widths = (300, 300, 64)
     first = named_by(refusal_of(Stack(*widths), {"device_memory": 1}))
-    said = refusal_of(Stack(*widths), {"device_memory": first}, kind=amsgrad)
-    least = named_by(said)
-    train(Stack(*widths), {"device_memory": least}, kind=amsgrad)
-    assert refusal_of(Stack(*widths), {"device_memory": least - 1}, kind=amsgrad)
+    said = refusal_of(Stack(*widths), {"device_memory": first, "host_memory": first}, kind=amsgrad)
+    caps = {"device_memory": named_by(said), "host_memory": named_by(said, "host_memory")}
+    train(Stack(*widths), caps, kind=amsgrad)
+    assert "host_memory" not in refusal_of(Stack(*widths), {"device_memory": first, "host_memory": 2 * first}, kind=amsgrad)
 
 
 @pytest.mark.parametrize("side", ["device_memory", "host_memory"])

@@ -6,11 +6,10 @@ import gc
 import math
 from typing import NamedTuple
 
-from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import RESERVE, ranks_of_node, usable_host_bytes
 
-from .shortage import name_cap
+from .shortage import name_device_memory
 
 
 class Shortage(NamedTuple):
@@ -39,7 +38,7 @@ def host_shortage(context: Context, needed: int) -> Shortage | None:
     of_host = context.memory.host_ledger.total()[0] + needed
     of_device = context.memory.ledger.total()[0] + needed
     if claims.declared_device is not None and not context.link.topology.host_apart and of_device > claims.declared_device:
-        named.append(name_cap(context, Tier.DEVICE, of_device))
+        named.append(name_device_memory(context, of_device))
     if claims.declared_host is not None and of_host > claims.declared_host:
         named.append(f"the smallest host_memory that works is {of_host * ranks_of_node():,}")
     if needed > usable_host_bytes():

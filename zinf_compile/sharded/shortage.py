@@ -187,16 +187,26 @@ def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
 
 
 def name_cap(context: Context, side: Tier, works: int, *, smallest: bool = True) -> str:
-    """Name the cap that works; where its default tile would be another than that of the model as it is, name that as well.
+    """Name the cap that works, by the options that set it: where the device is host memory, one of them or both.
 
     It may not be the `smallest`: some of it, or none, is for units that stay gathered.
     """
+    claims = context.memory.reservations
+    host = f"host_memory that works is {works * ranks_of_node():,}"
     if side == Tier.HOST:
-        return f"the smallest host_memory that works is {works * ranks_of_node():,}"
+        return f"the smallest {host}"
+    of_host = not context.link.topology.host_apart and claims.declared_host is not None and claims.declared_host < works
+    named = [name_device_memory(context, works, smallest=smallest)] if claims.declared_device is not None or not of_host else []
+    named += [f"{'the smallest' if smallest else 'a'} {host}"] if of_host else []
+    return " and ".join(named) + ("" if smallest else ", or less with reshard_after_forward=True")
+
+
+def name_device_memory(context: Context, works: int, *, smallest: bool = True) -> str:
+    """Name the `device_memory` that works; where its default tile would be another than the model's as it is, that as well."""
     claims = context.memory.reservations
     now, then = (default_tile(cap) for cap in (claims.tiles_of or 0, works))
     text = f"{'the smallest' if smallest else 'a'} device_memory that works is {works:,}"
     if claims.tiles_of is not None and now != then:
         largest = max((unit.bytes for unit in context.units), default=0)
         text += f", with option tile={now or largest}, as here"
-    return text if smallest else f"{text}, or less with reshard_after_forward=True"
+    return text
