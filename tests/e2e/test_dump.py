@@ -11,6 +11,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,11 @@ def test_inputs_by_keyword() -> None:
     assert schedule_hash(trace(dump_targets.by_keyword)) == schedule_hash(trace(dump_targets.tiny_gpt))
 
 
+@pytest.mark.parametrize("target", [dump_targets.on_meta, dump_targets.model_on_meta])
+def test_a_model_on_meta_has_the_schedule_of_one_with_values(target: Callable[[], Any]) -> None:
+    assert schedule_hash(trace(target, world_size=2)) == schedule_hash(trace(dump_targets.tiny_gpt, world_size=2))
+
+
 def test_after_a_pass_the_graph_is_as_that_pass_left_it() -> None:
     forward = trace(dump_targets.mlp, after="insert_gathers")[0]
     assert "gather = all_gather(0.weight)" in forward.text
@@ -276,10 +282,12 @@ def test_names_are_the_users(source: str, name: str) -> None:
         (["gpt2-small", "--options", "[]"], "--options is a list"),
         (["gpt2-small", "--world", "0"], "'0' is not a number of ranks"),
         (["gpt3"], "target 'gpt3' is not known"),
+        (["mlp", "--options", '{"device_memory": 1, "params": "device"}'], "the smallest that works is"),
     ],
 )
 def test_the_command_refuses_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         sys.exit(main(["dump", *arguments]))
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in (said := capsys.readouterr().err)
+    assert "TORCHDYNAMO" not in said

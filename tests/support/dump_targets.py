@@ -59,6 +59,19 @@ def tiny_gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return model, (tokens, tokens)
 
 
+def on_meta() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return the same as `tiny_gpt`, without values; two of its parameters are tied."""
+    with torch.device("meta"):
+        return tiny_gpt()
+
+
+def model_on_meta() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return the same, but with inputs that are there."""
+    with torch.device("meta"):
+        model, _ = tiny_gpt()
+    return model, tiny_gpt()[1]
+
+
 def by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Return inputs by name."""
     model, (tokens, targets) = tiny_gpt()

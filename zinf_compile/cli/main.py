@@ -36,13 +36,17 @@ _LINKS = {
 _BETWEEN_RANKS = ("gathered", "reduced")
 
 
+_OF_DYNAMO = "\n\nSet TORCHDYNAMO_VERBOSE=1"
+"""What Dynamo adds to an error that a graph's compiler raises: how to report it to PyTorch."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where what was checked failed, 2 for errors that the user can correct."""
     options = _parser().parse_args(arguments)
     try:
         print(options.run(options))
     except (DumpError, ZinfError) as error:
-        print(f"zinf: {error}", file=sys.stderr)
+        print(f"zinf: {str(error).partition(_OF_DYNAMO)[0]}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `zinf dump ... | head`
         sys.stderr.close()

@@ -19,7 +19,7 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
-from zinf_compile._torch import fake_mode, fake_process_group, raise_through_dynamo
+from zinf_compile._torch import fake_mode, fake_process_group, raise_through_dynamo, tree_map
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.backend.plan_graphs import GraphPlanner
 from zinf_compile.config import Config
@@ -144,12 +144,32 @@ def run_on_fakes(target: Target, compiler: Callable[[int], GraphCompiler], *, wo
         result = target()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
             raise DumpError(f"the target returned a {type(result).__name__}; accepted: (model, example inputs)")
-        model, inputs = result
+        model, inputs = result[0], _off_meta(*result)
         compiled: Any = torch.compile(model, backend=backend)
         if isinstance(inputs, Mapping):
             compiled(**inputs)
         else:
             compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+
+
+def _off_meta(model: nn.Module, inputs: Any) -> Any:
+    """Give fake memory to what a target has made on the meta device; return its inputs. Parameters that are tied stay so."""
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def off(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = tensor, nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        return known[id(tensor)][1]
+
+    def off_meta(item: Any) -> Any:
+        return off(item) if isinstance(item, torch.Tensor) and item.device.type == "meta" else item
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: off_meta(tensor) for name, tensor in held.items()})
+    return tree_map(off_meta, inputs)
 
 
 def pass_names(config: Config) -> list[str]:
