@@ -226,6 +226,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--docs", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
+    if options.within and (options.nvme or options.large):
+        parser.error("--within goes with neither --nvme nor --large")
     if options.docs:
         _docs.write("benchmarks/gpu.py", report, options.docs)
         return

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
-from zinf_compile.ir.compute_shape import BUCKET_BYTES, ComputeShape, default_tile, piece_of
+from zinf_compile.ir.compute_shape import BUCKET_BYTES, LEAST_TILE, ComputeShape, default_tile, piece_of
 from zinf_compile.ir.file_digest import with_digest
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
@@ -190,8 +190,8 @@ class Config:
     @property
     def bucket_bytes(self) -> int:
         """`bucket` in bytes, or its default."""
-        default = min(BUCKET_BYTES, self.tile_bytes or BUCKET_BYTES)
-        return default if self.bucket is None else parse_bytes(self.bucket, option="bucket")
+        tile = self.tile_bytes or (BUCKET_BYTES if self.device_memory is None else LEAST_TILE)
+        return min(BUCKET_BYTES, tile) if self.bucket is None else parse_bytes(self.bucket, option="bucket")
 
     @property
     def tile_bytes(self) -> int | None:

@@ -26,10 +26,10 @@ def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
                  a = mm(x, v);  b = mm(a, u);  release(v);  release(u)
 
     A region is the compute that uses one block of the model (`h.0`), or a part of a block whose units exceed `region_bytes`.
-    Equal blocks become equal regions, which compile once. Regions follow from names, order and sizes of units alone, never from
-    budgets, tiers or batch shapes, so every placement computes the same bits. Where compute comes back to a block whose units are
-    still gathered, a region begins as well: each passage through a block can run again by itself. A region also ends after
-    `region_bytes` of gradients of tiles, so that no more of them are live at once.
+    Equal blocks become equal regions, which compile once. Regions follow from names, order and sizes of units and
+    from `region_bytes`, never from tiers or batch shapes, so every placement computes the same bits. Where compute comes back to
+    a block whose units are still gathered, a region begins as well: each passage through a block can run again by itself. A
+    region also ends after `region_bytes` of gradients of tiles, so that no more of them are live at once.
     """
     graph = gm.graph
     waits = [node for node in graph.nodes if node.target is ops.wait]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import itertools
 import threading
 import time
@@ -238,10 +239,15 @@ class StreamLane:
 
     def free_host_memory(self, enough: Callable[[], bool]) -> None:
         """Wait for transfers, the oldest first, until what they let go leaves `enough`, or none is under way."""
-        with self._lock:
+        self.settle()
+        while not enough():
+            with self._lock:
+                oldest = self._under_way[0] if self._under_way else None
+            if oldest is None:
+                return
+            with contextlib.suppress(Exception):  # who needs it is told
+                oldest.synchronize()
             self.settle()
-            while self._under_way and not enough():
-                self._under_way.popleft().let_go()
 
     def readers(self, memory: Sequence[torch.Tensor]) -> list[StreamTransfer]:
         """Return the transfers under way that hold host memory which overlaps with some of this."""

@@ -98,7 +98,7 @@ class Memory:
                 self._free_host(enough)
 
     def make_room(self, ledger: Ledger, size: int) -> None:
-        """Where `size` more bytes exceed the cap, wait until gradients have left; then what was planned for fits."""
+        """Where `size` more bytes exceed the cap, wait for copies to the device and for gradients: what was planned then fits."""
         if not self.has_room(ledger, size):
             self.wait_copied(ledger, lambda: self.has_room(ledger, size))
             with self._waiting():

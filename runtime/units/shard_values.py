@@ -144,7 +144,7 @@ class ParameterShard:
     """The shard of a partitioned parameter itself, as it is after its last step."""
 
     replaced: ShardValues | None = None
-    """What it was when the parameter was given other memory; None while it is the parameter's."""
+    """A copy of its values, made when the parameter was given others; None while the parameter has them."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit, self.dtype = unit, unit.dtype

@@ -98,7 +98,7 @@ def written(run: Run) -> int:
 
 def test_the_least_cap_and_larger_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The least that works is named, and less is refused; larger caps move less, none where all fits; the bits are the same."""
-    words = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    words = {**dict.fromkeys(("params", "grads", "optimizer"), "device"), "bucket": "32MiB"}
     drive = {**words, "nvme": str(tmp_path)}
     kept, moved = least({**words, "activations": "keep"}), least(drive)
     assert moved < kept - 8 * VALUE

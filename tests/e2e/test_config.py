@@ -157,7 +157,7 @@ def test_the_default_bucket_is_no_larger_than_a_tile() -> None:
     assert Config().shape().bucket_bytes == 32 << 20
     assert Config(device_memory="1GiB").shape().bucket_bytes == 32 << 20
     assert Config(device_memory="100MiB").shape().bucket_bytes == 16 << 20
-    assert Config(device_memory="3MiB").shape().bucket_bytes == 32 << 20  # without tiles
+    assert Config(device_memory="3MiB").shape().bucket_bytes == 1 << 20  # without tiles
     assert Config(tile="5MiB").shape().bucket_bytes == 5 << 20
     assert Config(device_memory="100MiB", bucket="32MiB").shape().bucket_bytes == 32 << 20
 

@@ -169,6 +169,16 @@ def test_a_model_on_meta_has_the_schedule_of_one_with_values(target: Callable[[]
     assert schedule_hash(trace(target, world_size=2)) == schedule_hash(trace(dump_targets.tiny_gpt, world_size=2))
 
 
+def test_inputs_on_meta_get_gradients_as_others_do() -> None:
+    there, on_meta = (trace(functools.partial(dump_targets.input_that_learns, device)) for device in ("cpu", "meta"))
+    assert [graph.summary for graph in there] == [graph.summary for graph in on_meta]
+
+
+def test_a_tensor_on_meta_beside_parameters_is_named() -> None:
+    with pytest.raises(DumpError, match=r"\(the model\) refers to a tensor on the meta device that is no parameter"):
+        trace(dump_targets.list_on_meta)
+
+
 def test_after_a_pass_the_graph_is_as_that_pass_left_it() -> None:
     forward = trace(dump_targets.mlp, after="insert_gathers")[0]
     assert "gather = all_gather(0.weight)" in forward.text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from marks import more
-from models import Mlp, MutatedBuffers, vectors
+from models import IN, Mlp, MutatedBuffers, vectors
 from tiers import compiled, options_for
 from torch import nn
 from torch.optim import Optimizer
@@ -167,6 +167,33 @@ def test_data_is_not_assigned_under_a_state_dict_that_would_follow(drive: Path) 
     for model in pair.models:
         model.get_parameter("first.weight").data = model.get_parameter("first.weight").data * 2
     pair.each(step)
+
+
+def test_an_assignment_that_is_refused_leaves_what_was_taken(drive: Path) -> None:
+    pair = Pair(drive, build=lambda: Mlp(IN))
+    weight = pair.ours.get_parameter("first.weight")
+    taken = weight.data
+    for turned in (taken.t(), taken.clone().t()):
+        with pytest.raises(PartitionedParameterError, match="in another order"):
+            weight.data = turned
+    pair.eager.get_parameter("first.weight").data.mul_(2)
+    taken.mul_(2)
+    pair.each(step)
+
+
+def test_data_of_a_parameter_on_the_device_is_assigned_from_one_off_it(drive: Path) -> None:
+    far = Pair(drive).ours
+    near = compiled(Mlp(), options_for(("device", "device", "device"), drive))
+    near(*vectors(1)).backward()
+    weight = near.get_parameter("first.weight")
+    for value in (far.get_parameter("first.weight").data, far.get_parameter("first.weight")):
+        taken, before = weight.data, weight.data.clone()
+        weight.data = value
+        assert_same("what was taken", before, taken)
+        assert_same("value", whole(far.get_parameter("first.weight").data), weight.detach())
+        weight.data.zero_()
+    far.get_parameter("first.bias").data = near.get_parameter("norm.weight")
+    assert_same("value", near.get_parameter("norm.weight").detach(), whole(far.get_parameter("first.bias").data))
 
 
 def test_norms_sums_and_dot_products(drive: Path) -> None:

@@ -23,7 +23,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 ROWS, WIDTH, BLOCKS = 1024, 64, 8
 VALUE = ROWS * WIDTH * 4
 """Bytes of one saved value."""
-WORDS = dict.fromkeys(("params", "grads", "optimizer"), "device")
+WORDS = {**dict.fromkeys(("params", "grads", "optimizer"), "device"), "bucket": "32MiB"}
 
 
 class Block(nn.Module):

@@ -65,6 +65,30 @@ def on_meta() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         return tiny_gpt()
 
 
+def input_that_learns(device: str) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model and an input that gets a gradient."""
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 3)), torch.randn(2, 7, requires_grad=True)
+
+
+class KeepsList(nn.Module):
+    """A module with a parameter in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 3))
+        self.weights = [self.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weights[0]
+
+
+def list_on_meta() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model with a tensor on meta where it can't be replaced."""
+    with torch.device("meta"):
+        return KeepsList(), torch.zeros(2, 3)
+
+
 def model_on_meta() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return the same, but with inputs that are there."""
     with torch.device("meta"):

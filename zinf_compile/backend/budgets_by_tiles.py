@@ -5,7 +5,7 @@
 Note: caps with the same tiles
     A smaller cap changes what is decided about a graph, too: where parameters live, and what becomes of saved values. But while
     none of the choices fits, the one that lacks least is taken. With a larger cap that one lacks less by as much as the cap grew,
-    any other by no more: it stays the least, and the caps that are asked for are no larger than what it needs.
+    any other by no more: it stays the least up to what it needs. Larger caps are asked for only to see that less would do.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _BETWEEN_RANKS = ("gathered", "reduced")
 
 
 _OF_DYNAMO = "\n\nSet TORCHDYNAMO_VERBOSE=1"
-"""What Dynamo adds to an error that a graph's compiler raises: how to report it to PyTorch."""
+"""The beginning of the lines that Dynamo adds to an error of a graph's compiler: how to report it to PyTorch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

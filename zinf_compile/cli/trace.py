@@ -19,7 +19,7 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
-from zinf_compile._torch import fake_mode, fake_process_group, raise_through_dynamo, tree_map
+from zinf_compile._torch import fake_mode, fake_process_group, raise_through_dynamo, tree_leaves, tree_map
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.backend.plan_graphs import GraphPlanner
 from zinf_compile.config import Config
@@ -160,15 +160,21 @@ def _off_meta(model: nn.Module, inputs: Any) -> Any:
         if id(tensor) not in known:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
-            known[id(tensor)] = tensor, nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+            made = nn.Parameter(made, False) if is_parameter else made
+            known[id(tensor)] = tensor, made.requires_grad_(tensor.requires_grad)
         return known[id(tensor)][1]
 
     def off_meta(item: Any) -> Any:
         return off(item) if isinstance(item, torch.Tensor) and item.device.type == "meta" else item
 
-    for module in model.modules():
+    for name, module in model.named_modules():
         for held in (module._parameters, module._buffers):
             held.update({name: off_meta(tensor) for name, tensor in held.items()})
+        if any(isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" for leaf in tree_leaves(vars(module))):
+            raise DumpError(
+                f"module {name or '(the model)'} refers to a tensor on the meta device that is no parameter or buffer of it; "
+                "accepted: parameters and buffers on meta, other tensors on the CPU (nothing is allocated for them here)"
+            )
     return tree_map(off_meta, inputs)
 
 

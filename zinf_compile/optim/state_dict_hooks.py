@@ -28,20 +28,20 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
     known: list[OffloadedStates] = [] if record.offloaded is None else record.offloaded
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
-    ways: dict[tuple[int, int, torch.dtype], _Way] = {}
+    kinds: dict[tuple[int, int, torch.dtype], _Streaming] = {}
     for p in hollow:
         if known and any(p in states for states in known):
             continue
         unit = p._zinf_unit
         key = (id(unit.context), id(unit.placement), unit.dtype)
-        way = ways.get(key) or ways.setdefault(key, _Way(unit))
-        if not way.streams or (not p.requires_grad and p.grad is None):
+        kind = kinds.get(key) or kinds.setdefault(key, _Streaming(unit))
+        if not kind.streams or (not p.requires_grad and p.grad is None):
             continue
         check_pieces(optimizer, groups[id(p)], unit)
-        kept = states_kept(optimizer, groups[id(p)], way.master or unit.dtype)
-        if way.master:
-            kept = {**kept, MASTER: way.master}
-        if kept or way.converts or way.streams_values:
+        kept = states_kept(optimizer, groups[id(p)], kind.master or unit.dtype)
+        if kind.master:
+            kept = {**kept, MASTER: kind.master}
+        if kept or kind.converts or kind.streams_values:
             fresh.setdefault((id(unit.context), unit.placement.without_tiles), []).append((p, kept))
     if fresh and record.offloaded is None:
         record.offloaded = known
@@ -60,8 +60,8 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
     return known
 
 
-class _Way:
-    """What becomes of the states of parameters of one placement and type in a step."""
+class _Streaming:
+    """The kinds of states that a step moves for parameters of one placement and type."""
 
     def __init__(self, unit: Unit) -> None:
         placement, topology = unit.placement, unit.context.link.topology

@@ -17,6 +17,7 @@ from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
 from .calls import written
+from .data_assignment import assign
 from .gradient import ShardedGradient
 from .offloaded_storage import is_read_later
 from .operands import cut_whole, gradient_values, is_scalar
@@ -92,9 +93,14 @@ def makes_companion(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 def _assign(parameter: Any, value: Any) -> Any:
     """Perform `parameter.data = value` for a value that is partitioned alike, or whole."""
     unit: Unit = parameter._zinf_unit
+    if isinstance(other := getattr(value, "_zinf_unit", None), Unit):  # a parameter
+        value = other.whole() if other.at_hand else parameter_values(other)
     is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.device == unit.device
     if not (isinstance(value, ShardedTensor) or is_plain) or (tuple(value.shape), value.dtype) != (unit.shape, unit.dtype):
         return NotImplemented
+    if unit.at_hand:
+        assign(unit, value.full_tensor() if isinstance(value, ShardedTensor) else value)
+        return None
     if is_read_later(unit):
         raise PartitionedParameterError(
             f"parameter {unit.name} can't be given other values by `parameter.data = value` while a tensor of its state dict is "

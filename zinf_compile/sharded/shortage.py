@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from zinf_compile.errors import BudgetError
-from zinf_compile.ir.compute_shape import default_tile
+from zinf_compile.ir.compute_shape import LEAST_TILE, default_tile
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.plan.memory_model import resident
 from zinf_compile.runtime.context import Context
@@ -137,7 +137,7 @@ def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[
     """Return the smallest cap that is no less than what is needed under that cap.
 
     `measure(cap)` is what is needed where `cap` bytes are declared, the same between two `edges`: (first cap of such a range,
-    first of the next one). No cap under `floor` works, unless less is needed there than the range that it lies in begins with.
+    first of the next one). The search begins at `floor`, goes down while a range needs less than it begins with, and then up.
     """
     cap = max(1, floor)
     first, following = edges(cap)
@@ -196,9 +196,10 @@ def name_cap(context: Context, side: Tier, works: int, *, smallest: bool = True)
     if side == Tier.HOST:
         return f"the smallest {host}"
     of_host = not context.link.topology.host_apart and claims.declared_host is not None and claims.declared_host < works
-    named = [name_device_memory(context, works, smallest=smallest)] if claims.declared_device is not None or not of_host else []
+    of_device = claims.declared_device is not None and claims.declared_device < works
+    named = [name_device_memory(context, works, smallest=smallest)] if of_device or not of_host else []
     named += [f"{'the smallest' if smallest else 'a'} {host}"] if of_host else []
-    return " and ".join(named) + ("" if smallest else ", or less with reshard_after_forward=True")
+    return "; ".join(named) + ("" if smallest else ", or less with reshard_after_forward=True")
 
 
 def name_device_memory(context: Context, works: int, *, smallest: bool = True) -> str:
@@ -208,5 +209,5 @@ def name_device_memory(context: Context, works: int, *, smallest: bool = True) -
     text = f"{'the smallest' if smallest else 'a'} device_memory that works is {works:,}"
     if claims.tiles_of is not None and now != then:
         largest = max((unit.bytes for unit in context.units), default=0)
-        text += f", with option tile={now or largest}, as here"
+        text += f", with option tile={now or max(largest, LEAST_TILE)}, as here"
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
@@ -33,6 +34,8 @@ _READ_MEMORY = frozenset(
 
 _handed_out: weakref.WeakKeyDictionary[Unit, weakref.WeakSet[ParameterShard]] = weakref.WeakKeyDictionary()
 """The shards that tensors have of a parameter's own values."""
+
+_lock = threading.Lock()
 
 _refusals: weakref.WeakSet[PartitionedParameterError] = weakref.WeakSet()
 
@@ -200,22 +203,24 @@ def reads_memory(name: str) -> bool:
 def parameter_values(unit: Unit) -> ShardedTensor:
     """Return a parameter's own values: what is done to them in place is done to the parameter."""
     shard = ParameterShard(unit)
-    _handed_out.setdefault(unit, weakref.WeakSet()).add(shard)
+    with _lock:
+        _handed_out.setdefault(unit, weakref.WeakSet()).add(shard)
     return ShardedTensor(shard, unit.shape, unit.stride)
 
 
 def assign_values(unit: Unit, value: torch.Tensor) -> None:
     """Perform `parameter.data = value`: what was taken from `parameter.data` before keeps its values, in memory of its own."""
-    earlier = [shard for shard in _handed_out.get(unit, ()) if shard.replaced is None]
-    if isinstance(value, ShardedTensor) and value.shard_values in earlier:
+    with _lock:
+        earlier = [shard for shard in _handed_out.get(unit, ()) if shard.replaced is None]
+    if isinstance(value, ShardedTensor) and value.shard_values in earlier and value.stride() == unit.stride:
         return  # its own values
     target = parameter_values(unit)
     with torch.no_grad():
         copy = target.clone() if earlier else None
-        for shard in earlier:
-            assert isinstance(copy, ShardedTensor), "it is partitioned alike"
-            shard.replaced = copy.shard_values
         target.copy_(value)
+    for shard in earlier:
+        assert isinstance(copy, ShardedTensor), "it is partitioned alike"
+        shard.replaced = copy.shard_values
 
 
 def same_values(tensor: ShardedTensor) -> ShardedTensor:
