@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import CASES, WORDS, Attention, Blocks, Case, Mlp, MutatedBuffers, TiedWords, tokens, vectors
+from tiers import compiled as compiled_on
+from tiers import options_for
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from training import (
     BACKEND,
     MOST_VARIANTS,
@@ -191,7 +195,10 @@ USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm": lambda weight: weight.norm(),
     "unflatten": lambda weight: weight.unflatten(1, (-1, 1)).sum(0).norm(),
     "1 -": lambda weight: (1 - weight).mean(),
+    "1 /": lambda weight: (1 / weight).tanh().mean(),
     "**": lambda weight: (weight**2).mean(),
+    "2 **": lambda weight: (2**weight).mean(),
+    "reversed": lambda weight: torch.stack(list(reversed(weight)))[0].sum(),
 }
 
 
@@ -212,3 +219,15 @@ def test_a_weight_is_used_by_what_tensor_defines_in_python(use: str) -> None:
     sides = [(eager, adamw(eager.parameters())), (in_place(ours), adamw(ours.parameters()))]
     for number, rows in enumerate([3, 5, 2]):
         train_step_on(sides, [eager, ours], plain_step, vectors(number, rows=rows), number)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_so_is_one_off_the_device_in_one_graph(use: str, tmp_path: Path) -> None:
+    """Also in a graph that is compiled again, for other rows, when the weight is partitioned: eager code hasn't it."""
+    eager, ours = twins(lambda: Using(USES[use]))
+    compiled_on(ours, options_for(("nvme", "device", "device"), tmp_path))
+    sides = [(eager, adamw(eager.parameters())), (ours, adamw(ours.parameters()))]
+    counters["graph_break"].clear()
+    for number, rows in enumerate([3, 5, 2]):
+        train_step_on(sides, [eager, ours], plain_step, vectors(number, rows=rows), number)
+    assert not counters["graph_break"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import types
 import weakref
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -49,11 +49,14 @@ class ShardedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if (
-            func in OFTEN
-            or torch.compiler.is_compiling()
-            or (reads_metadata(func, args) and not makes_companion(func, args, kwargs or {}))
-        ):
+        if torch.compiler.is_compiling():
+            with no_torch_function():
+                # In the code of methods such as `norm` and `__rsub__` Dynamo sees an override here, too: they get a plain view.
+                if isinstance(func, FunctionType) and func.__module__ == "torch._tensor":
+                    plain = [item.view_as(item) if isinstance(item, ShardedParameter) else item for item in args]
+                    return getattr(plain[0], func.__name__)(*plain[1:], **(kwargs or {}))
+                return func(*args, **(kwargs or {}))
+        if func in OFTEN or (reads_metadata(func, args) and not makes_companion(func, args, kwargs or {})):
             with no_torch_function():
                 return func(*args, **(kwargs or {}))
         return cls._answer_call(func, args, kwargs or {})
@@ -192,5 +195,5 @@ def _method(plain: Callable[..., Any]) -> Callable[..., Any]:
 # Dynamo calls a method that the subclass defines. Looking up one that only `Tensor` defines, in Python (`split`, `norm`), is an
 # error in PyTorch 2.11 and breaks the graph in later ones.
 for _name, _plain in vars(torch.Tensor).items():
-    if isinstance(_plain, types.FunctionType) and not _name.startswith("_") and _name not in vars(ShardedParameter):
+    if isinstance(_plain, FunctionType) and not _name.startswith("_") and _name not in vars(ShardedParameter):
         setattr(ShardedParameter, _name, _method(_plain))
