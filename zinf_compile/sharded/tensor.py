@@ -35,7 +35,7 @@ _READ_MEMORY = frozenset(
 _handed_out: weakref.WeakKeyDictionary[Unit, weakref.WeakSet[ParameterShard]] = weakref.WeakKeyDictionary()
 """The shards that tensors have of a parameter's own values."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finaliser may come from inside
 
 _refusals: weakref.WeakSet[PartitionedParameterError] = weakref.WeakSet()
 
