@@ -21,4 +21,5 @@ def plain_memory(*, host_apart: bool = False) -> Memory:
         host_buffer=lambda numel, dtype: torch.empty(numel, dtype=dtype),
         waiting=contextlib.nullcontext,
         drives_used=lambda: False,
+        free_host=lambda enough: None,
     )

@@ -169,7 +169,8 @@ def check_assignable(parameter: ShardedParameter, value: torch.Tensor) -> None:
     if same and not unit.at_hand:
         raise PartitionedParameterError(
             f"parameter {unit.name} is spread over ranks or kept off the device, and can't take over the memory of a tensor: "
-            "`parameter.data = value` gives it the values of a plain or a partitioned one"
+            "`parameter.data = value` gives it the values of one that is partitioned alike, on one rank also of a plain one; "
+            "change values, on all ranks, inside `with zinf_compile.gathered(model, write=True):`"
         )
     if not same:
         raise PartitionedParameterError(

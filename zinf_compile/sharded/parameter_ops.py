@@ -91,11 +91,12 @@ def makes_companion(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def _assign(parameter: Any, value: Any) -> Any:
-    """Perform `parameter.data = value` for a value that is partitioned alike, or whole."""
+    """Perform `parameter.data = value` for a value that is partitioned alike, or on a single rank for a whole one."""
     unit: Unit = parameter._zinf_unit
     if isinstance(other := getattr(value, "_zinf_unit", None), Unit):  # a parameter
         value = other.whole() if other.at_hand else parameter_values(other)
-    is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.device == unit.device
+    alone = unit.shard_group.size == 1
+    is_plain = alone and type(value) in (torch.Tensor, nn.Parameter) and value.device == unit.device
     if not (isinstance(value, ShardedTensor) or is_plain) or (tuple(value.shape), value.dtype) != (unit.shape, unit.dtype):
         return NotImplemented
     if unit.at_hand:

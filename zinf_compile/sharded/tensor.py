@@ -12,6 +12,7 @@ from torch import nn
 
 from zinf_compile._torch import inside_dynamo, never_compile_alone, no_torch_function, tree_leaves
 from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.shard_layout import DenseLayout
 from zinf_compile.runtime.units.shard_values import ParameterShard, ShardValues, pieces_of
 from zinf_compile.runtime.units.unit import Unit
@@ -32,7 +33,7 @@ _READ_MEMORY = frozenset(
 )  # fmt: skip
 """Methods that read memory past every operator."""
 
-_handed_out: weakref.WeakKeyDictionary[Unit, weakref.WeakSet[ParameterShard]] = weakref.WeakKeyDictionary()
+_handed_out: weakref.WeakKeyDictionary[Unit, weakref.WeakSet[ParameterShard]] = process_wide(weakref.WeakKeyDictionary())
 """The shards that tensors have of a parameter's own values."""
 
 _lock = threading.RLock()  # a finaliser may come from inside
