@@ -99,11 +99,15 @@ class Memory:
 
     def make_room(self, ledger: Ledger, size: int) -> None:
         """Where `size` more bytes exceed the cap, wait for copies to the device and for gradients: what was planned then fits."""
-        if not self.has_room(ledger, size):
-            self.wait_copied(ledger, lambda: self.has_room(ledger, size))
+
+        def enough() -> bool:
+            return self.has_room(ledger, size)
+
+        if not enough():
+            self.wait_copied(ledger, enough)
             with self._waiting():
-                self.inflight_gradients.drain(lambda: self.has_room(ledger, size))
-                if not self.has_room(ledger, size):
+                self.inflight_gradients.drain(enough)
+                if not enough():
                     self.pending_gradients.wait()
 
     def has_room_for_graphs(self) -> bool:

@@ -75,11 +75,14 @@ def held_bytes(ledger: Ledger, more: int, cap: int, memory: Memory | None = None
     def held() -> int:
         return ledger.total()[0] - ledger.now()["bounce"]
 
-    if held() + more > cap and memory is not None:
-        memory.wait_copied(ledger, lambda: held() + more <= cap)
-        memory.inflight_gradients.drain(lambda: held() + more <= cap)
-    if held() + more > cap:
+    def enough() -> bool:
+        return held() + more <= cap
+
+    if not enough() and memory is not None:
+        memory.wait_copied(ledger, enough)
+        memory.inflight_gradients.drain(enough)
+    if not enough():
         gc.collect()
-    if held() + more > cap and memory is not None and not memory.pending_gradients.wait():
+    if not enough() and memory is not None and not memory.pending_gradients.wait():
         return held() - memory.pending_gradients.bytes()[ledger is not memory.ledger]
     return held()
