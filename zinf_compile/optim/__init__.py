@@ -33,6 +33,8 @@ offloaded_states — Chunked steps of parameters, gradients or states that live 
 pending_states — States in memory while a deferred step has still to update them.
 precision — Keeps fp32 states of 16-bit parameters in fp32 where `load_state_dict` would round them.
 record — The package's state of each optimizer, from its first step to its collection: one `OptimizerRecord`.
+repeated_step — Steps that repeat the last one: they run on its stand-in, whose shards and states still are those of the
+    parameters.
 running_step — The current step of an optimizer: the stand-in on which its own `step` runs, with a shard in place of each
     parameter.
 shard_state — Conversions between a parameter's gradient and states as the user sees them and the flat shards that an

@@ -96,6 +96,7 @@ def load_states(
     for states in known:
         states.forget_step()
     optimizer.state.clear()
+    record.last = None
     for states in known:
         states.reconcile(optimizer)  # nothing is stored any more
     in_chunks = [(states, _wanted_in_chunks(states, large)) for states in known if states.transfers.store is not None]

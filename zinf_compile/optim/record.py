@@ -51,6 +51,10 @@ class OptimizerRecord:
     """Error message for a step that fails now or has failed; None in state `WHOLE`."""
     step: Any = None
     """The current `RunningStep`."""
+    last: Any = None
+    """The `LastStep`, which the next step may repeat."""
+    forgets_last: bool = False
+    """`load_state_dict` forgets it."""
     deferred: Any = None
     """The last `DeferredStep`, until it was waited for."""
     saving: StatesSave | None = None

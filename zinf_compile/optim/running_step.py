@@ -45,6 +45,8 @@ class RunningStep:
     """Bytes of the states that the step found in memory and may change there."""
     states_changed: bool = False
     """Whether the step has made states, or put others in their place; its end says that."""
+    last: Any = None
+    """The `LastStep` that this step repeats."""
     due: Due = dataclasses.field(default_factory=dict)
     """Settings and units that the ranks compare after the step."""
     timing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
@@ -150,13 +152,19 @@ def end_step(optimizer: Optimizer, running: RunningStep) -> None:
             _keep(optimizer, parameter, noted({k: kept_state(v, unit) for k, v in state.items()}, unit))
             running.states_changed = True
         shard.grad = None
-    torch.autograd.graph.increment_version(parameter for parameter, _ in running.shards)
     running.split.finish(optimizer, stand_in)
     if running.chunked is not None:
         with explaining_progress(optimizer):
             finish_chunks(optimizer, running.chunked, stand_in)
     for key, value in stand_in.state.items():
         optimizer.state[key] = value
+    hand_back(optimizer, running)
+
+
+def hand_back(optimizer: Optimizer, running: RunningStep) -> None:
+    """Note that the parameters have changed, and copy settings and attributes from the stand-in to the optimizer."""
+    stand_in = running.optimizer
+    torch.autograd.graph.increment_version(parameter for parameter, _ in running.shards)
     for mine, theirs in zip(running.groups, stand_in.param_groups, strict=True):
         mine.update(settings_of(theirs))
     for name, value in vars(stand_in).items():

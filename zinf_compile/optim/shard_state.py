@@ -14,6 +14,8 @@ from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
+_SHARDED = (ShardedGradient, ShardedTensor)
+
 
 def like_parameter(shard: torch.Tensor, unit: Unit) -> torch.Tensor:
     """Return the shard of a 0-d parameter as a 0-d tensor, so that its states have eager's shape."""
@@ -29,7 +31,7 @@ def local_part(grad: torch.Tensor | None, unit: Unit) -> torch.Tensor | None:
     """Return this rank's shard of a unit's gradient, as `local_gradient` does."""
     if grad is None:
         return None
-    return like_parameter(grad.local() if isinstance(grad, ShardedGradient | ShardedTensor) else unit.local_part(grad), unit)
+    return like_parameter(grad.local() if isinstance(grad, _SHARDED) else unit.local_part(grad), unit)
 
 
 def shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:

@@ -42,16 +42,26 @@ def make_stand_in(
 
     Returns it with the original of each of its groups. A group without members is kept only if `without_members(group)`.
     """
-    if any(member.device.type == "cpu" for each in members.values() for member in each):
-        _bring_to_host(optimizer)
     stand_in: Optimizer = object.__new__(type(optimizer))
     record_of(stand_in).state = State.STAND_IN
-    vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in STEP_LOCAL})
     stand_in.param_groups, groups = [], []
     for group in optimizer.param_groups:
         present = [member for p in group["params"] for member in members.get(id(p), ())]
         if present or without_members(group):
-            stand_in.param_groups.append({**group, **fused_settings(optimizer, group, present), "params": present})
+            stand_in.param_groups.append({"params": present})
             groups.append(group)
     stand_in.state = collections.defaultdict(dict)
+    refresh_stand_in(optimizer, stand_in, groups)
     return stand_in, groups
+
+
+def refresh_stand_in(optimizer: Optimizer, stand_in: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give a stand-in the attributes of its optimizer, and its groups the settings of `groups`."""
+    if any(member.device.type == "cpu" for theirs in stand_in.param_groups for member in theirs["params"]):
+        _bring_to_host(optimizer)
+    own = {name: vars(stand_in)[name] for name in STEP_LOCAL}
+    stand_in.__dict__ = {**vars(optimizer), **own}
+    for theirs, mine in zip(stand_in.param_groups, groups, strict=True):
+        members = theirs["params"]
+        theirs.clear()
+        theirs.update({**mine, **fused_settings(optimizer, mine, members), "params": members})

@@ -6,7 +6,7 @@ import collections
 import itertools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -107,6 +107,7 @@ def _release(record: OptimizerRecord) -> None:
     known.clear()
     record.filled_bytes = None
     record.flat.clear()
+    record.last = None
 
 
 def _forget(known: dict[Ledger, int]) -> None:
@@ -114,8 +115,12 @@ def _forget(known: dict[Ledger, int]) -> None:
         ledger.add("states", -count)
 
 
-def report_step(optimizer: Optimizer) -> None:
-    """End a step for meters and ledgers; after the first one, log its memory and traffic."""
+def report_step(optimizer: Optimizer, contexts: Iterable[Context] | None = None) -> None:
+    """End a step for meters and ledgers; after the first one, log its memory and traffic. `contexts`: of all its parameters."""
+    if contexts is not None and record_of(optimizer).reported:
+        for context in contexts:
+            context.end_step()
+        return
     hollow, record = hollow_of(optimizer), record_of(optimizer)
     first, record.reported = not record.reported, True
     split = {unit.context: None for unit in split_units(optimizer).values()}

@@ -26,6 +26,7 @@ from .elementwise_probe import check_elementwise
 from .offloaded_states import OffloadedStates
 from .precision import warn_of_short_updates
 from .record import State, record_of
+from .repeated_step import begin_repeated, keep_last_step
 from .running_step import RunningStep, end_step, make_running_step
 from .shard_state import local_gradient
 from .split_states import join_states, split_units
@@ -53,6 +54,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         record.saving.tell()  # with the other ranks, whatever else there is to say
     if record.state is State.INCOMPLETE and record.deferred is None:  # a deferred step says itself why it failed
         raise StepFailedError(record.incomplete)
+    if closure_of(args, kwargs) is None and (repeated := begin_repeated(optimizer)) is not None:
+        repeated.begin_timing()
+        return (repeated.optimizer, *args[1:]), kwargs
     hollow = hollow_of(optimizer)
     if not hollow and not split_units(optimizer):
         return run_on_stand_in(optimizer, args, kwargs, partial(_fill_entered, optimizer))
@@ -133,9 +137,18 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         return
     record.step = None
     running.timing.close()
+    last, running.last = running.last, None
+    if last is not None and last.end(optimizer):
+        note(optimizer, running.due)
+        mark_applied(optimizer)
+        report_step(optimizer, last.contexts)
+        record.last = last
+        return
     end_step(optimizer, running)
     note(optimizer, running.due)
     mark_applied(optimizer)
+    if closure_of(args, kwargs) is None:
+        keep_last_step(optimizer, running)
     whole = running.chunked is not None or running.split.members()
     if whole or running.states_changed or record.filled_bytes != running.filled_bytes:
         account_states(optimizer)
