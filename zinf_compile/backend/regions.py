@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from zinf_compile._torch import (
+from zinf_compile._inductor import (
     caches_compiled_regions,
     compile_with_inductor,
     inductor_decompositions,

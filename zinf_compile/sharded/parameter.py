@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from zinf_compile._torch import never_compile_alone, no_torch_function, tensor_on_storage
+from zinf_compile._torch import by_backend_of_pytorch, graph_break, never_compile_alone, no_torch_function, tensor_on_storage
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.units.twin import twin_of
@@ -50,6 +50,11 @@ class ShardedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if torch.compiler.is_compiling():
+            if by_backend_of_pytorch():  # whose code would read the hollow memory: the call runs between two graphs
+                graph_break(
+                    "a parameter that zero_infinity has partitioned is used in code that another backend compiles: the call runs "
+                    'eagerly. Compile that code with backend="zero_infinity", or not at all'
+                )
             with no_torch_function():
                 # In the code of methods such as `norm` and `__rsub__` Dynamo sees an override here, too: they get a plain view.
                 if isinstance(func, FunctionType) and func.__module__ == "torch._tensor":
