@@ -150,6 +150,7 @@ def _reduce(step: Reduce, run: Run) -> None:
     together = [run.gradient_of(u) if isinstance(u, Tile) else None for u in members]
     group = members[0].shard_group
     if group.size == 1:
+        staying: list[torch.Tensor] = []
         for unit, whole, (grad, slot, out, alias) in zip(members, together, step.members, strict=True):
             if whole is not None and whole.on_device:
                 value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
@@ -158,8 +159,12 @@ def _reduce(step: Reduce, run: Run) -> None:
                 del value
             else:
                 shard = _take_gradient(registers, grad, unit, step.dtype, alias, copy=alias != GradAlias.NOBODY)
-                context.memory.ledger.track("grads", shard)
+                if unit.placement.grads == Tier.DEVICE:
+                    staying.append(shard)
+                else:  # before it leaves
+                    context.memory.ledger.track("grads", shard)
             registers[out] = _take_home(ReduceHandle(unit, shard, _DONE, whole), slot, run)
+        context.memory.ledger.track("grads", *staying)
         return
     if step.at_step:
         _keep_until_step(step, members, run)

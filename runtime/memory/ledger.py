@@ -83,7 +83,8 @@ class Ledger:
             tracked.kind, tracked.count = kind, tensor.nbytes
             count += tracked.count
             self._tracked[id(tracked)] = tracked
-        self.add(kind, count)
+        if count:
+            self.add(kind, count)
 
     def now(self) -> dict[str, int]:
         """Return the bytes held, by kind."""
@@ -137,4 +138,8 @@ class Ledger:
 
     def _forget(self, tracked: _Counted) -> None:
         del self._tracked[id(tracked)]
-        self.add(tracked.kind, -tracked.count)
+        with self._lock:  # as `add`; there is one for each gradient of a step
+            self._now[tracked.kind] -= tracked.count
+            self._all_now -= tracked.count
+            if self.watch is not None:
+                self.watch(self._all_now + (self._idle or 0))

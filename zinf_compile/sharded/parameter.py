@@ -28,6 +28,9 @@ _ALWAYS_MAPPED_BYTES = (32 << 20) + 4096
 """A size that glibc never takes from its heap, where each parameter would leave a hole: untouched, but counted by RLIMIT_DATA."""
 
 
+_GRAD: Any = torch.Tensor.grad
+
+
 class ShardedParameter(nn.Parameter):
     """A parameter of which each rank holds 1/N, and compiled graphs gather the rest.
 
@@ -78,6 +81,22 @@ class ShardedParameter(nn.Parameter):
             f"ShardedParameter({unit.name}, shape={list(unit.shape)}, dtype={unit.dtype}, "
             f"rank {unit.shard_group.rank} of {unit.shard_group.size})"
         )
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient; every loop over parameters asks for it, and `__torch_function__` takes five times as long."""
+        with no_torch_function():
+            return _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with no_torch_function():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with no_torch_function():
+            _GRAD.__delete__(self)
 
     def __format__(self, spec: str) -> str:
         return repr(self) if not spec else super().__format__(spec)
