@@ -75,6 +75,7 @@ class GraphBudget:
         units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None}
         self._used, self._units = set(units.values()), {index: unit for index, unit in units.items() if is_unplanned(unit)}
         whole = sum(slot.bytes for slot in fresh)
+        self._declared = config.device_memory is not None or config.host_memory is not None
         self._caps_before = context.memory.reservations.caps
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._unseen: list[ParameterSlot] = []
@@ -167,8 +168,8 @@ class GraphBudget:
 
         Room is left for parameters that no graph has seen yet, for what other graphs don't hold yet, and for what steps add.
         """
-        if not self.measuring:  # what nobody uses went before
-            gc.collect()
+        if not self.measuring and (self._declared or 2 * self.context.memory.ledger.total()[0] > self.caps.device):
+            gc.collect()  # of what nobody uses; it takes long, and many graphs would wait for it in a model of many
         self._for_all, self._strict, self._unseen, self._placed = True, strict, list(unseen), None
         self._alike = frozenset((slot.shape, slot.dtype) for slot in unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
