@@ -372,8 +372,8 @@ def test_what_needs_whole_values_is_refused_by_name(drive: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(PartitionedParameterError, match=rf"{name}.*parameter (first|second).weight"), torch.no_grad():
             act()
-    with pytest.raises(PartitionedParameterError, match=r"^indexing, parameter\[\.\.\.\], reads parameter first\.weight"):
-        weight[0]
+    with pytest.raises(PartitionedParameterError, match=r"^parameter\[\.\.\.\] = value,? reads parameter first\.weight"):
+        weight[0] = 1.0
 
 
 class Lookahead(Optimizer):
@@ -398,3 +398,29 @@ def test_an_optimizer_around_another_one(drive: Path) -> None:
     optimizers = [Lookahead(optimizer) for optimizer in pair.optimizers]
     for _ in range(2):
         pair.each(lambda model, optimizer: optimizer.step(), optimizers)
+
+
+def test_tensors_of_other_shapes_are_not_equal(drive: Path) -> None:
+    pair = Pair(drive)
+    first, second = pair.ours.get_parameter("first.weight"), pair.ours.get_parameter("second.weight")
+    assert first.shape != second.shape
+    assert not torch.equal(first, second)
+    assert not torch.equal(torch.ones(2, 3), first.detach())
+    assert torch.equal(first, first.detach())
+
+
+def test_a_trained_tensor_is_copied_to_a_detached_parameter(drive: Path) -> None:
+    """As Lightning's StochasticWeightAveraging does, with gradients enabled."""
+    pair = Pair(drive)
+    weight = pair.ours.get_parameter("first.weight")
+    trained = torch.nn.Parameter(torch.ones(weight.shape))
+    detached = weight.detach().clone()
+    detached.copy_(trained)
+    assert torch.equal(detached, trained)
+    with pytest.raises(PartitionedParameterError, match="whose gradient is not computed"):
+        detached * 2
+    assert float((detached.detach() * 2).sum()) == 2 * trained.numel()
+    detached.copy_(torch.zeros(weight.shape))
+    assert float((detached * 2).sum()) == 0
+    weight.detach().copy_(trained)
+    assert torch.equal(weight.detach(), trained)

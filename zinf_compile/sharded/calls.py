@@ -17,6 +17,8 @@ from .partition_alike import partition_targets
 from .tensor import ShardedTensor, first_sharded, is_refusal, reads_memory
 from .whole_values import on_whole_values
 
+_UNDIFFERENTIATED = frozenset({"copy_", "detach", "zero_", "fill_"})
+"""Calls that no gradient goes through, or that let go of what was copied."""
 _AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv"))
 
 
@@ -39,6 +41,8 @@ def _call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         owner.refuse(name)
     if name not in ("__get__", "__set__"):
         partition_targets(name, written(name, args, kwargs), args, kwargs)
+        if name == "copy_":
+            args = _without_gradient(args)
         _reject_differentiable(name, owner, args, kwargs)
     with no_torch_function():
         result = func(*args, **kwargs)
@@ -57,10 +61,28 @@ def written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
     return found
 
 
+def _without_gradient(args: Sequence[Any]) -> Sequence[Any]:
+    """Return arguments of `copy_` with a source that needs no gradient, where the target is detached.
+
+    Who copies a trained tensor to a parameter, `p.detach().copy_(q)`, drops what autograd would have recorded. The target keeps
+    in mind that nothing was: differentiable calls on it are refused.
+    """
+    target, *rest = args
+    if not isinstance(target, ShardedTensor) or target.requires_grad or not rest or not isinstance(rest[0], torch.Tensor):
+        return args
+    target.lost_gradient = torch.is_grad_enabled() and rest[0].requires_grad
+    return (target, rest[0].detach(), *rest[1:]) if target.lost_gradient else args
+
+
 def _reject_differentiable(name: str, owner: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or name == "equal":
         return
     for value in tree_leaves((args, kwargs)):
+        if isinstance(value, ShardedTensor) and value.lost_gradient and name not in _UNDIFFERENTIATED:
+            value.refuse(
+                name,
+                "a tensor that requires grad was copied to it, whose gradient is not computed: detach() the copy, or the source",
+            )
         whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor | ShardedGradient)
         if whole and value.requires_grad and not is_scalar(value) and value.shape == owner.shape:
             owner.refuse(name, "beside a whole tensor that requires grad, whose gradient would be spread over the ranks")

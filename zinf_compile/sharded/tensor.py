@@ -49,6 +49,8 @@ class ShardedTensor(torch.Tensor):
     are collective operations. `full_tensor()`, on all ranks, gathers the values for anything else.
     """
 
+    lost_gradient = False
+    """Whether a tensor that requires grad was copied to it: what is computed from it would lack that one's gradient."""
     _unit: Unit
     _shard_values: ShardValues
     _answer: ClassVar[Callable[..., Any]]
