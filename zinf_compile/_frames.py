@@ -32,6 +32,16 @@ def calling_methods() -> Iterator[tuple[Any, str]]:
         frame = frame.f_back
 
 
+def inside_compiled_call() -> bool:
+    """Return whether this runs inside a call of something compiled: code there that Dynamo didn't capture runs eagerly."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def stepping() -> Iterator[Any]:
     """Yield the `self` of each method called `step` on the stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)

@@ -14,6 +14,8 @@ compute_to_come — An estimate of what graphs to come compute at once, for deci
 data_assignment — Changes of parameters whose values are on this process: arguments that a call changes, and
     `parameter.data = value`.
 dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.
+eager_collectives — Collectives for parameters that eager code of a forward uses on several ranks: a gather, and the
+    reduction of its gradient.
 eligibility — Eligibility of parameters for partitioning: dense, real, of `torch.nn.Parameter`'s own class.
 fit — By how much the graphs of a step exceed the caps, at homes of parameters and with some saved values away.
 gradient — The gradient of a partitioned parameter: autograd sees the logical shape, each rank holds its reduced shard.

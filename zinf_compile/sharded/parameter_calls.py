@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zinf_compile._frames import calling_methods
+from zinf_compile._frames import calling_methods, inside_compiled_call
 from zinf_compile._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
@@ -18,6 +18,7 @@ from zinf_compile.runtime.units.unit import Unit
 
 from .call_names import call_name
 from .data_assignment import changed_parameters, reject_reshape
+from .eager_collectives import gather_for_eager, reduce_for_eager
 from .gradient import ShardedGradient
 from .hollow_calls import answer_assignment, call_on_values
 from .metadata_calls import converts_nothing
@@ -69,7 +70,7 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
         return _on_whole(func, name, parameters, args, kwargs)
     if not unit.at_hand:
         _reject_optimizer(unit, call_name(func))
-    if not unit.at_hand:
+    if not unit.at_hand and (changed_parameters(name, args, kwargs) or not _may_gather(parameters)):
         raise PartitionedParameterError(
             f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but "
             f"{_place(unit)}, use `with zinf_compile.gathered(model):` to read it (write=True to change it), "
@@ -113,7 +114,7 @@ def _way_for_optimizer(unit: Unit) -> str:
 def _on_whole(
     func: Callable[..., Any], name: str, parameters: list[ShardedParameter], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Run `func` on the values, which a single rank has; autograd reaches the parameters through `_Whole`."""
+    """Run `func` on whole values; autograd reaches the parameters through `_Whole`."""
     differentiate = torch.is_grad_enabled() and func not in _DETACHED
     if args and isinstance(args[0], ShardedParameter):
         reject_reshape(func, args[0]._zinf_unit)
@@ -149,22 +150,38 @@ def _are_offloaded(func: Callable[..., Any], parameters: Sequence[ShardedParamet
     return alone and not all(u.at_hand for u in units) and not differentiated
 
 
+def _may_gather(parameters: Sequence[ShardedParameter]) -> bool:
+    """Say whether whole values may be made of parameters that aren't at hand: on one rank, or inside a compiled call.
+
+    Dynamo leaves parts of some forwards to eager code, as those with a graph break in a loop. All ranks call what is compiled;
+    what else reads a parameter may be the code of one rank alone.
+    """
+    return all(p._zinf_unit.shard_group.size == 1 for p in parameters) or inside_compiled_call()
+
+
 def _value(unit: Unit) -> torch.Tensor:
-    return unit.whole().detach() if unit.at_hand else offloaded_value(unit)
+    """Return a unit's value: its memory, a tensor that loads it when it is read, or a copy gathered on all ranks."""
+    if unit.at_hand:
+        return unit.whole().detach()
+    if unit.shard_group.size == 1:
+        return offloaded_value(unit)
+    return gather_for_eager(unit)
 
 
 class _Whole(torch.autograd.Function):
-    """The value of a parameter on a single rank, differentiable."""
+    """The value of a parameter, differentiable."""
 
     @staticmethod
     def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
         ctx.unit = parameter._zinf_unit
-        return ctx.unit.whole().detach()
+        return _value(ctx.unit)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         unit: Unit = ctx.unit
         shard = unit.flat(grad).to(unit.reduce_dtype, copy=True)
+        if unit.shard_group.size > 1:
+            shard = reduce_for_eager(unit, shard)
         unit.context.memory.ledger.track("grads", shard)
         return ShardedGradient(unit, *offload(unit, shard, Done()))
 

@@ -1,0 +1,44 @@
+"""Forwards that Dynamo leaves to eager code, on parameters that another graph has partitioned and that live off the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layerdrop import Encoder, trained, values_of
+
+import zinf_compile
+from zinf_compile.sharded.parameter import ShardedParameter
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+@pytest.mark.parametrize("evaluate", [False, True])
+@pytest.mark.parametrize("kinds", [(), ("params",), ("params", "grads", "optimizer")])
+def test_training_goes_on_behind_an_evaluation(evaluate: bool, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    options: dict[str, Any] = {**dict.fromkeys(kinds, "nvme"), **({"nvme": str(tmp_path)} if kinds else {})}
+    losses, model = trained(options, evaluate=evaluate)
+    expected, eager = trained(None, evaluate=evaluate)
+    encoder = model.encoder
+    assert isinstance(encoder, Encoder)
+    assert isinstance(encoder.norm.weight, ShardedParameter) == evaluate
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
+    for (name, value), wanted in zip(zinf_compile.full_state_dict(model).items(), values_of(eager), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+def test_code_outside_of_a_forward_reads_whole_values_on_one_rank(tmp_path: Path) -> None:
+    _, model = trained({"params": "nvme", "nvme": str(tmp_path)}, evaluate=True)
+    encoder = model.encoder
+    assert isinstance(encoder, Encoder)
+    weight = encoder.layers[0].get_parameter("up.weight")
+    value = zinf_compile.full_state_dict(model)["encoder.layers.0.up.weight"]
+    torch.testing.assert_close(torch.linalg.qr(weight)[0].detach(), torch.linalg.qr(value)[0])
+    torch.linalg.qr(weight)[1].diagonal().sum().backward()
+    wanted = value.clone().requires_grad_()
+    torch.linalg.qr(wanted)[1].diagonal().sum().backward()
+    assert weight.grad is not None
+    assert wanted.grad is not None
+    torch.testing.assert_close(weight.grad.full_tensor(), wanted.grad)  # type: ignore[attr-defined]

@@ -1,0 +1,39 @@
+"""Forwards that Dynamo leaves to eager code, on parameters that another graph has spread over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import rank_eager_frames
+import torch
+from rank_full_optimizer import ALL_ON_DRIVE, placed
+from ranks import run_ranks
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (3, {}), (2, ALL_ON_DRIVE)])
+def test_training_goes_on_behind_an_evaluation(world: int, options: dict[str, Any], tmp_path: Any) -> None:
+    for losses, expected in run_ranks(rank_eager_frames.train, world, placed(options, str(tmp_path))):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.distributed
+def test_ranks_that_draw_otherwise_are_told() -> None:
+    errors = run_ranks(rank_eager_frames.draw_otherwise, 2, alone=True)
+    assert all(errors), errors
+
+
+@pytest.mark.distributed
+def test_code_outside_of_a_forward_is_refused() -> None:
+    for error in run_ranks(rank_eager_frames.read_alone, 2):
+        assert "reads parameter up.weight" in error
+        assert "spread over 2 ranks" in error
+
+
+@pytest.mark.distributed
+def test_no_room_on_one_rank_is_every_ranks_error() -> None:
+    first, second = run_ranks(rank_eager_frames.without_room, 2)
+    assert "rank N has no room for it, see there" in first
+    assert "takes N bytes whole" in second or "takes N,N bytes whole" in second

@@ -1,0 +1,43 @@
+"""Collectives for parameters that eager code of a forward uses on several ranks: a gather, and the reduction of its gradient.
+
+Dynamo runs some forwards eagerly, as those with a graph break in a loop, and a parameter that such code uses may be partitioned
+by another graph. Eager code has no schedule: ranks compare each of these operations before it begins, so that ranks whose code
+differs, by a draw of their own for one, get an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zinf_compile.errors import BudgetError
+from zinf_compile.runtime.units.fetch import shortage
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.whole import gather_whole
+
+
+def gather_for_eager(unit: Unit) -> torch.Tensor:
+    """Return a copy of a unit's value, gathered on every rank; `BudgetError` on all where one has no room. Collective."""
+    what = f"gathering {unit.name}, unit {unit.serial}, for eager code of a forward"
+    memory = unit.context.memory
+    memory.make_room(memory.ledger, unit.bytes)
+    short = shortage(unit, memory.ledger)
+    lacking = unit.ranks.exchange(torch.tensor([float(bool(short))], dtype=torch.float64), what=what).flatten()
+    if bool(lacking.any()):
+        raise BudgetError(f"{what}: {short or f'rank {int(lacking.argmax())} has no room for it, see there'}")
+    full = unit.context.full_buffer(unit.numel, unit.dtype, unit.device)
+    with torch.no_grad():
+        gather_whole(unit, unit.load(), full, what)
+    memory.ledger.track("gathered", full)
+    return unit.logical(full)
+
+
+def reduce_for_eager(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of the mean of a flat gradient over the ranks. Collective."""
+    what = f"reducing the gradient of {unit.name}, unit {unit.serial}, {flat.dtype}, of eager code"
+    unit.ranks.agree([what], what=what)
+    context = unit.context
+    shard = flat.new_zeros(unit.shard_numel)
+    shards, fulls = unit.split(shard, flat)
+    reductions = context.collectives(unit.shard_group)[1]
+    context.finish(context.lanes.reduce.submit(lambda: reductions.reduce_scatter(fulls, shards)), what)
+    return shard
