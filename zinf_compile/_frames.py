@@ -32,11 +32,21 @@ def calling_methods() -> Iterator[tuple[Any, str]]:
         frame = frame.f_back
 
 
+_COMPILED = frozenset(
+    {
+        ("torch._dynamo.eval_frame", "compile_wrapper"),
+        ("torch.utils.checkpoint", "recompute_fn"),
+        ("torch.utils.checkpoint", "backward"),
+    }
+)
+"""Modules and functions below which runs what is compiled, or what a backward computes again of it. [torch 2.11 to 2.15]"""
+
+
 def inside_compiled_call() -> bool:
-    """Return whether this runs inside a call of something compiled: code there that Dynamo didn't capture runs eagerly."""
+    """Return whether this runs in a call of something compiled, or is computed again: what Dynamo left there runs eagerly."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _COMPILED:
             return True
         frame = frame.f_back
     return False

@@ -15,11 +15,16 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 @pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
 @pytest.mark.parametrize("evaluate", [False, True])
-@pytest.mark.parametrize("kinds", [(), ("params",), ("params", "grads", "optimizer")])
-def test_training_goes_on_behind_an_evaluation(evaluate: bool, kinds: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "reentrant"),
+    [((), None), (("params",), None), (("params", "grads", "optimizer"), None), (("params",), False), (("params",), True)],
+)
+def test_training_goes_on_behind_an_evaluation(
+    evaluate: bool, kinds: tuple[str, ...], reentrant: bool | None, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {**dict.fromkeys(kinds, "nvme"), **({"nvme": str(tmp_path)} if kinds else {})}
-    losses, model = trained(options, evaluate=evaluate)
-    expected, eager = trained(None, evaluate=evaluate)
+    losses, model = trained(options, evaluate=evaluate, reentrant=reentrant)
+    expected, eager = trained(None, evaluate=evaluate, reentrant=reentrant)
     encoder = model.encoder
     assert isinstance(encoder, Encoder)
     assert isinstance(encoder.norm.weight, ShardedParameter) == evaluate

@@ -13,9 +13,11 @@ from ranks import run_ranks
 
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
-@pytest.mark.parametrize(("world", "options"), [(2, {}), (3, {}), (2, ALL_ON_DRIVE)])
-def test_training_goes_on_behind_an_evaluation(world: int, options: dict[str, Any], tmp_path: Any) -> None:
-    for losses, expected in run_ranks(rank_eager_frames.train, world, placed(options, str(tmp_path))):
+@pytest.mark.parametrize(
+    ("world", "options", "reentrant"), [(2, {}, None), (3, {}, None), (2, ALL_ON_DRIVE, None), (2, {}, False), (2, {}, True)]
+)
+def test_training_goes_on_behind_an_evaluation(world: int, options: Any, reentrant: bool | None, tmp_path: Any) -> None:
+    for losses, expected in run_ranks(rank_eager_frames.train, world, placed(options, str(tmp_path)), reentrant):
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import BACKEND
 
 
@@ -24,10 +25,14 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Layers, some of which are skipped while it trains."""
+    """Layers, some of which are skipped while it trains.
 
-    def __init__(self) -> None:
+    `reentrant`: the way in which they are computed again for the backward; None: they are not.
+    """
+
+    def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.norm = nn.LayerNorm(16)
         self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.scale = nn.Parameter(torch.ones(16), requires_grad=False)
@@ -37,17 +42,19 @@ class Encoder(nn.Module):
         x = torch.nn.functional.linear(self.norm(x), torch.diag(self.scale))
         for layer in self.layers:
             draw = torch.rand([])
-            if not (self.training and draw < 0.3):
-                x = layer(x)
+            if self.training and draw < 0.3:
+                continue
+            again = self.training and self.reentrant is not None
+            x = checkpoint(layer, x, use_reentrant=self.reentrant) if again else layer(x)
         return x
 
 
 class Model(nn.Module):
     """An encoder between two layers that are compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
-        self.head, self.encoder, self.out = nn.Linear(8, 16), Encoder(), nn.Linear(16, 1)
+        self.head, self.encoder, self.out = nn.Linear(8, 16), Encoder(reentrant), nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a loss."""
@@ -55,13 +62,15 @@ class Model(nn.Module):
         return loss
 
 
-def trained(options: dict[str, Any] | None, *, evaluate: bool, draws: int = 0) -> tuple[list[float], nn.Module]:
+def trained(
+    options: dict[str, Any] | None, *, evaluate: bool, draws: int = 0, reentrant: bool | None = None
+) -> tuple[list[float], nn.Module]:
     """Train for four steps, with an evaluation behind the second, which captures the whole model; return losses and model.
 
     `options`: None trains by eager PyTorch. `draws`: added to the seeds of the draws.
     """
     torch.manual_seed(0)
-    model = Model()
+    model = Model(reentrant)
     if options is not None:
         model.compile(backend=BACKEND, options=options)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, fused=True)

@@ -11,10 +11,10 @@ from layerdrop import Encoder, trained, values_of
 import zinf_compile
 
 
-def train(rank: int, world: int, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+def train(rank: int, world: int, options: dict[str, Any], reentrant: bool | None) -> tuple[list[float], list[float]]:
     """Train on the same batches on all ranks, beside eager; return both losses and compare the values."""
-    losses, model = trained(options, evaluate=True)
-    expected, eager = trained(None, evaluate=True)
+    losses, model = trained(options, evaluate=True, reentrant=reentrant)
+    expected, eager = trained(None, evaluate=True, reentrant=reentrant)
     full = zinf_compile.full_state_dict(model)
     for (name, value), wanted in zip(full.items(), values_of(eager) if rank == 0 else [], strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6, msg=name)
