@@ -151,20 +151,22 @@ def _reduce(step: Reduce, run: Run) -> None:
     group = members[0].shard_group
     if group.size == 1:
         staying: list[torch.Tensor] = []
-        for unit, whole, (grad, slot, out, alias) in zip(members, together, step.members, strict=True):
-            if whole is not None and whole.on_device:
-                value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
-                if value.data_ptr() != shard.data_ptr():
-                    shard.copy_(unit.flat(value))
-                del value
-            else:
-                shard = _take_gradient(registers, grad, unit, step.dtype, alias, copy=alias != GradAlias.NOBODY)
-                if unit.placement.grads == Tier.DEVICE:
-                    staying.append(shard)
-                else:  # before it leaves
-                    context.memory.ledger.track("grads", shard)
-            registers[out] = _take_home(ReduceHandle(unit, shard, _DONE, whole), slot, run)
-        context.memory.ledger.track("grads", *staying)
+        try:
+            for unit, whole, (grad, slot, out, alias) in zip(members, together, step.members, strict=True):
+                if whole is not None and whole.on_device:
+                    value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
+                    if value.data_ptr() != shard.data_ptr():
+                        shard.copy_(unit.flat(value))
+                    del value
+                else:
+                    shard = _take_gradient(registers, grad, unit, step.dtype, alias, copy=alias != GradAlias.NOBODY)
+                    if unit.placement.grads == Tier.DEVICE:
+                        staying.append(shard)
+                    else:  # before it leaves
+                        context.memory.ledger.track("grads", shard)
+                registers[out] = _take_home(ReduceHandle(unit, shard, _DONE, whole), slot, run)
+        finally:
+            context.memory.ledger.track("grads", *staying)
         return
     if step.at_step:
         _keep_until_step(step, members, run)

@@ -47,3 +47,31 @@ def test_code_outside_of_a_forward_reads_whole_values_on_one_rank(tmp_path: Path
     assert weight.grad is not None
     assert wanted.grad is not None
     torch.testing.assert_close(weight.grad.full_tensor(), wanted.grad)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+def test_a_step_between_reading_and_backward_changes_no_gradient(tmp_path: Path) -> None:
+    _, model = trained({"params": "nvme", "nvme": str(tmp_path)}, evaluate=True)
+    encoder = model.encoder
+    assert isinstance(encoder, Encoder)
+    weight = encoder.layers[0].get_parameter("up.weight")
+    before = zinf_compile.full_state_dict(model)["encoder.layers.0.up.weight"].clone()
+    x = torch.ones(2, 16, requires_grad=True)
+    loss = torch.nn.functional.linear(x, weight).square().sum()
+    model.eval()(torch.randn(4, 8)).backward()  # no layer is left out
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    loss.backward()
+    assert not torch.equal(zinf_compile.full_state_dict(model)["encoder.layers.0.up.weight"], before)
+    torch.testing.assert_close(x.grad, 2 * (torch.ones(2, 16) @ before.t()) @ before)
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+def test_gradients_of_gradients_are_refused(tmp_path: Path) -> None:
+    _, model = trained({"params": "nvme", "nvme": str(tmp_path)}, evaluate=True)
+    encoder = model.encoder
+    assert isinstance(encoder, Encoder)
+    weight = encoder.layers[0].get_parameter("up.weight")
+    loss = torch.nn.functional.linear(torch.ones(2, 16), weight).square().sum()
+    (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()

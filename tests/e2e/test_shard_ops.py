@@ -419,6 +419,11 @@ def test_a_trained_tensor_is_copied_to_a_detached_parameter(drive: Path) -> None
     assert torch.equal(detached, trained)
     with pytest.raises(PartitionedParameterError, match="whose gradient is not computed"):
         detached * 2
+    assert (detached.numel(), detached.dim(), detached.is_floating_point()) == (trained.numel(), 2, True)
+    detached.mul_(1.0)
+    copied = torch.empty_like(weight).detach()
+    copied.copy_(weight)
+    copied.square().sum().backward()
     assert float((detached.detach() * 2).sum()) == 2 * trained.numel()
     detached.copy_(torch.zeros(weight.shape))
     assert float((detached * 2).sum()) == 0

@@ -23,7 +23,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .chunks import MASTER, part_of
 from .deferred_step import finish_deferred
 from .offloaded_states import OffloadedStates
-from .record import record_of
+from .record import record_of, take_last_step
 from .shard_state import kept_state
 from .split_states import split_units
 from .state_accounts import account_states, check_states_to_come
@@ -96,7 +96,7 @@ def load_states(
     for states in known:
         states.forget_step()
     optimizer.state.clear()
-    record.last = None
+    take_last_step(optimizer)
     for states in known:
         states.reconcile(optimizer)  # nothing is stored any more
     in_chunks = [(states, _wanted_in_chunks(states, large)) for states in known if states.transfers.store is not None]

@@ -51,10 +51,8 @@ class OptimizerRecord:
     """Error message for a step that fails now or has failed; None in state `WHOLE`."""
     step: Any = None
     """The current `RunningStep`."""
-    last: Any = None
-    """The `LastStep`, which the next step may repeat."""
     forgets_last: bool = False
-    """`load_state_dict` forgets it."""
+    """`load_state_dict` forgets the `LastStep`."""
     deferred: Any = None
     """The last `DeferredStep`, until it was waited for."""
     saving: StatesSave | None = None
@@ -123,6 +121,20 @@ def record_of(optimizer: Optimizer) -> OptimizerRecord:
     """Return the record of an optimizer, created at the first call."""
     found = _records.get(optimizer)
     return _records.setdefault(optimizer, OptimizerRecord()) if found is None else found
+
+
+LAST = "_zinf_last_step"
+"""Attribute of an optimizer with the `LastStep`, which the next step may repeat. Here it would keep the optimizer alive."""
+
+
+def set_last_step(optimizer: Optimizer, last: Any) -> None:
+    """Keep a step for the next one."""
+    vars(optimizer)[LAST] = last
+
+
+def take_last_step(optimizer: Optimizer) -> Any:
+    """Return the step that was kept, None without one; it is kept no longer."""
+    return vars(optimizer).pop(LAST, None)
 
 
 def all_records() -> list[tuple[Optimizer, OptimizerRecord]]:

@@ -15,7 +15,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .elementwise_probe import check_elementwise
-from .record import record_of
+from .record import record_of, set_last_step, take_last_step
 from .running_step import RunningStep, hand_back
 from .shard_state import local_part
 from .stand_in import refresh_stand_in
@@ -25,7 +25,8 @@ from .step_records import settings_of_step
 class LastStep:
     """A step that is over and left all states in place, with what the next one has to find in order to be its repetition.
 
-    It keeps the states alive: `OptimizerRecord.last` is emptied where others take their place, or somebody asks who has them.
+    It keeps the states alive until the next step at most: it goes where `load_state_dict` or a checkpoint puts others in their
+    place, or somebody asks who has them. The optimizer keeps it itself, so that both go together.
     Comparisons go over whole columns, so that a model of many small parameters costs no Python code for each.
     """
 
@@ -35,6 +36,7 @@ class LastStep:
         self._parameters = [parameter for parameter, _ in running.shards]
         self._units = [parameter._zinf_unit for parameter in self._parameters]
         self._shards = [shard for _, shard in running.shards]
+        self._trained = _trained(self._parameters)
         self._places = _places(self._shards)
         known = [(parameter, shard) for parameter, shard in running.shards if id(shard) in running.filled]
         self._numbers = [id(parameter) for parameter, _ in known]
@@ -61,7 +63,7 @@ class LastStep:
             return False
         if not all(map(operator.is_, map(_UNIT, self._parameters), self._units)) or any(map(_BACKING, self._units)):
             return False
-        if _places(map(_SHARD, self._units)) != self._places:
+        if _places(map(_SHARD, self._units)) != self._places or _trained(self._parameters) != self._trained:
             return False
         states = {id(parameter): state for parameter, state in optimizer.state.items()}
         return len(states) == len(self._numbers) and self._given.are(list(map(states.get, self._numbers)))
@@ -116,6 +118,12 @@ class _States:
 _UNIT, _BACKING, _SHARD = map(operator.attrgetter, ("_zinf_unit", "backing", "shard"))
 
 
+def _trained(parameters: Sequence[torch.Tensor]) -> list[tuple[bool, bool]]:
+    """Return which of them require grad, and which have a gradient: those that begin to may need states of other kinds."""
+    with no_torch_function():
+        return [(parameter.requires_grad, parameter.grad is not None) for parameter in parameters]
+
+
 def _places(tensors: Any) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
@@ -123,8 +131,7 @@ def _places(tensors: Any) -> list[int]:
 def begin_repeated(optimizer: Optimizer) -> RunningStep | None:
     """Begin a step without a closure as a repetition of the last one; return None where it is none."""
     record = record_of(optimizer)
-    last: LastStep | None = record.last
-    record.last = None  # until its end: a step that raises is not repeated
+    last: LastStep | None = take_last_step(optimizer)  # until its end: a step that raises is not repeated
     if last is None or record.deferred is not None or not last.is_repeated(optimizer):
         return None
     check_elementwise(optimizer, last.example)  # which the settings may decide
@@ -148,11 +155,11 @@ def keep_last_step(optimizer: Optimizer, running: RunningStep) -> None:
         or not all(parameter in optimizer.state for parameter, shard in running.shards if id(shard) in running.filled)
     ):
         return
-    record.last = LastStep(optimizer, running)
+    set_last_step(optimizer, LastStep(optimizer, running))
     if not record.forgets_last:
         record.forgets_last = True
         optimizer.register_load_state_dict_post_hook(_forget)
 
 
 def _forget(optimizer: Optimizer) -> None:
-    record_of(optimizer).last = None
+    take_last_step(optimizer)

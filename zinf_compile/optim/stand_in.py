@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .fused_kernels import fused_settings
-from .record import State, record_of
+from .record import LAST, State, record_of
 
 _OF_SCALER = ("grad_scale", "found_inf")
 """Attributes that `GradScaler.step` gives an optimizer while it calls it."""
@@ -61,6 +61,7 @@ def refresh_stand_in(optimizer: Optimizer, stand_in: Optimizer, groups: Sequence
         _bring_to_host(optimizer)
     own = {name: vars(stand_in)[name] for name in STEP_LOCAL}
     stand_in.__dict__ = {**vars(optimizer), **own}
+    vars(stand_in).pop(LAST, None)
     for theirs, mine in zip(stand_in.param_groups, groups, strict=True):
         members = theirs["params"]
         theirs.clear()

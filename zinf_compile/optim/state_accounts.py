@@ -24,7 +24,7 @@ from zinf_compile.stats import log_first_step
 
 from .closure_step import hollow_of
 from .elementwise_probe import states_kept
-from .record import OptimizerRecord, all_records, record_of
+from .record import OptimizerRecord, all_records, record_of, take_last_step
 from .split_states import split_units
 from .state_dict_hooks import drive_bytes
 from .state_entry import in_memory, states_of
@@ -84,6 +84,7 @@ def drop_states() -> None:
     """Remove the states of partitioned parameters from every optimizer, on all tiers."""
     for optimizer, record in all_records():
         _release(record)
+        take_last_step(optimizer)
         for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
             optimizer.state.pop(parameter, None)
 
@@ -92,6 +93,7 @@ def forget_states(optimizer: Optimizer) -> None:
     """Release what was prepared or loaded for parameters that are not partitioned after all."""
     record = record_of(optimizer)
     _release(record)
+    take_last_step(optimizer)
     if record.offloaded is not None:
         record.offloaded.clear()  # its hooks stay
     record.counted.clear()
@@ -107,7 +109,6 @@ def _release(record: OptimizerRecord) -> None:
     known.clear()
     record.filled_bytes = None
     record.flat.clear()
-    record.last = None
 
 
 def _forget(known: dict[Ledger, int]) -> None:

@@ -25,7 +25,7 @@ from .deferred_step import finish_deferred
 from .elementwise_probe import check_elementwise
 from .offloaded_states import OffloadedStates
 from .precision import warn_of_short_updates
-from .record import State, record_of
+from .record import State, record_of, set_last_step
 from .repeated_step import begin_repeated, keep_last_step
 from .running_step import RunningStep, end_step, make_running_step
 from .shard_state import local_gradient
@@ -142,7 +142,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         note(optimizer, running.due)
         mark_applied(optimizer)
         report_step(optimizer, last.contexts)
-        record.last = last
+        set_last_step(optimizer, last)
         return
     end_step(optimizer, running)
     note(optimizer, running.due)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zinf_compile._torch import storage_owners
 from zinf_compile.runtime.units.saving import ShardsSave
 
-from .record import record_of
+from .record import take_last_step
 from .state_entry import LazyDict, states_of
 
 
@@ -30,7 +30,7 @@ _ALONE = _references({"": object()}, "")
 
 def unshared(optimizer: Optimizer, parameter: torch.Tensor, names: Collection[str]) -> list[str]:
     """Return the states of a parameter, among these, that only `optimizer.state` has: in a plain dict that only it has."""
-    record_of(optimizer).last = None  # which has all of them
+    take_last_step(optimizer)  # which has all of them
     states = optimizer.state.get(parameter)
     if type(states) is not dict:
         return []

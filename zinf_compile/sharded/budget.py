@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +30,7 @@ from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.create import shard_group_of
 
-from .caps import Caps, find_caps, held_bytes
+from .caps import Caps, collect_unused, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
 from .graph_needs import GraphNeeds
 from .parameter import ShardedParameter, unit_of
@@ -168,8 +167,8 @@ class GraphBudget:
 
         Room is left for parameters that no graph has seen yet, for what other graphs don't hold yet, and for what steps add.
         """
-        if not self.measuring and (self._declared or 2 * self.context.memory.ledger.total()[0] > self.caps.device):
-            gc.collect()  # of what nobody uses; it takes long, and many graphs would wait for it in a model of many
+        if not self.measuring:
+            collect_unused(self.context, self.caps, declared=self._declared)
         self._for_all, self._strict, self._unseen, self._placed = True, strict, list(unseen), None
         self._alike = frozenset((slot.shape, slot.dtype) for slot in unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")

@@ -12,13 +12,12 @@ from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
 
 from .gradient import ShardedGradient
+from .metadata_calls import METADATA
 from .operands import is_scalar
 from .partition_alike import partition_targets
 from .tensor import ShardedTensor, first_sharded, is_refusal, reads_memory
 from .whole_values import on_whole_values
 
-_UNDIFFERENTIATED = frozenset({"copy_", "detach", "zero_", "fill_"})
-"""Calls that no gradient goes through, or that let go of what was copied."""
 _AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv"))
 
 
@@ -70,7 +69,8 @@ def _without_gradient(args: Sequence[Any]) -> Sequence[Any]:
     target, *rest = args
     if not isinstance(target, ShardedTensor) or target.requires_grad or not rest or not isinstance(rest[0], torch.Tensor):
         return args
-    target.lost_gradient = torch.is_grad_enabled() and rest[0].requires_grad
+    partitioned = isinstance(rest[0], ShardedTensor | ShardedGradient)
+    target.lost_gradient = torch.is_grad_enabled() and rest[0].requires_grad and not partitioned
     return (target, rest[0].detach(), *rest[1:]) if target.lost_gradient else args
 
 
@@ -78,7 +78,7 @@ def _reject_differentiable(name: str, owner: ShardedTensor, args: Sequence[Any],
     if not torch.is_grad_enabled() or name == "equal":
         return
     for value in tree_leaves((args, kwargs)):
-        if isinstance(value, ShardedTensor) and value.lost_gradient and name not in _UNDIFFERENTIATED:
+        if isinstance(value, ShardedTensor) and value.lost_gradient and _may_record(name):
             value.refuse(
                 name,
                 "a tensor that requires grad was copied to it, whose gradient is not computed: detach() the copy, or the source",
@@ -86,6 +86,12 @@ def _reject_differentiable(name: str, owner: ShardedTensor, args: Sequence[Any],
         whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor | ShardedGradient)
         if whole and value.requires_grad and not is_scalar(value) and value.shape == owner.shape:
             owner.refuse(name, "beside a whole tensor that requires grad, whose gradient would be spread over the ranks")
+
+
+def _may_record(name: str) -> bool:
+    """Say whether a call's result may be differentiated: it isn't one that reads metadata or changes a tensor in place."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return not in_place and name != "detach" and name not in METADATA and not name.startswith(("is_", "_is_"))
 
 
 def _all_sharded(args: Sequence[Any]) -> bool:

@@ -64,6 +64,16 @@ def find_caps(config: Config, context: Context, *, held: int) -> Caps:
     return Caps(usable_device + held, host, _PROCESS, host_source)
 
 
+def collect_unused(context: Context, caps: Caps, *, declared: bool) -> None:
+    """Free what nobody uses any more, which takes long, where memory is scarce or was `declared` to be.
+
+    A model of many graphs would wait for it at each of them.
+    """
+    held, on_host = (ledger.total()[0] for ledger in (context.memory.ledger, context.memory.host_ledger))
+    if declared or 2 * held > caps.device or 2 * on_host > caps.host:
+        gc.collect()
+
+
 def held_bytes(ledger: Ledger, more: int, cap: int, memory: Memory | None = None) -> int:
     """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
 

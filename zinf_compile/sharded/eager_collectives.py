@@ -2,10 +2,13 @@
 
 Dynamo runs some forwards eagerly, as those with a graph break in a loop, and a parameter that such code uses may be partitioned
 by another graph. Eager code has no schedule: ranks compare each of these operations before it begins, so that ranks whose code
-differs, by a draw of their own for one, get an error that names the parameter.
+differs, by a draw of their own for one, get an error that names the parameter. What autograd keeps of a gathered value stays
+until the backward has used it, as in eager code.
 """
 
 from __future__ import annotations
+
+import gc
 
 import torch
 
@@ -19,14 +22,16 @@ def gather_for_eager(unit: Unit) -> torch.Tensor:
     """Return a copy of a unit's value, gathered on every rank; `BudgetError` on all where one has no room. Collective."""
     what = f"gathering {unit.name}, unit {unit.serial}, for eager code of a forward"
     memory = unit.context.memory
-    memory.make_room(memory.ledger, unit.bytes)
-    short = shortage(unit, memory.ledger)
-    lacking = unit.ranks.exchange(torch.tensor([float(bool(short))], dtype=torch.float64), what=what).flatten()
-    if bool(lacking.any()):
-        raise BudgetError(f"{what}: {short or f'rank {int(lacking.argmax())} has no room for it, see there'}")
-    full = unit.context.full_buffer(unit.numel, unit.dtype, unit.device)
     with torch.no_grad():
-        gather_whole(unit, unit.load(), full, what)
+        with unit.ranks.fail_together(what, elsewhere=BudgetError(f"{what} failed on another rank, see there")):
+            memory.make_room(memory.ledger, unit.bytes)
+            if not memory.has_room(memory.ledger, unit.bytes):
+                gc.collect()
+            if short := shortage(unit, memory.ledger):
+                raise BudgetError(f"{what}: {short}")
+            shard = unit.load()
+        full = unit.context.full_buffer(unit.numel, unit.dtype, unit.device)
+        gather_whole(unit, shard, full, what)
     memory.ledger.track("gathered", full)
     return unit.logical(full)
 

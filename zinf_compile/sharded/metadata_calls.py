@@ -11,7 +11,7 @@ from zinf_compile._torch import never_compile_alone
 from zinf_compile.runtime.system.accelerator import moving_methods
 from zinf_compile.runtime.units.unit import Unit
 
-_METADATA = frozenset(
+METADATA = frozenset(
     [
         "size",
         "stride",
@@ -79,7 +79,7 @@ def reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
         return getattr(owner, "__name__", "") not in _VALUE_PROPERTIES
     if name == "type":
         return len(args) == 1
-    return name in _METADATA or (name.startswith(("is_", "_is_")) and name not in _READS_DESPITE_ITS_NAME)
+    return name in METADATA or (name.startswith(("is_", "_is_")) and name not in _READS_DESPITE_ITS_NAME)
 
 
 def converts_nothing(unit: Unit, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from zinf_compile._frames import calling_methods, inside_compiled_call
-from zinf_compile._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
+from zinf_compile._torch import inside_ddp, limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
 from zinf_compile.runtime.system.accelerator import converting_methods
+from zinf_compile.runtime.units.fetch import fetch
 from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
@@ -130,8 +131,11 @@ def _on_whole(
         if needs_grad and any(p is parameter for p in changed):
             values[parameter] = parameter._zinf_unit.whole().detach().requires_grad_()  # PyTorch refuses it as any leaf
         else:
-            values[parameter] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit)
+            values[parameter] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit, recorded=differentiate)
+    versions = {p: value._version for p, value in values.items() if p._zinf_unit.shard_group.size > 1}
     result = call_on_values(func, args, kwargs, list(values.items()))
+    for parameter, version in versions.items():
+        _reject_writes(func, parameter._zinf_unit, values[parameter], version, result)
     for parameter in changed:
         torch.autograd.graph.increment_version(parameter)
     values.clear()
@@ -156,16 +160,36 @@ def _may_gather(parameters: Sequence[ShardedParameter]) -> bool:
     Dynamo leaves parts of some forwards to eager code, as those with a graph break in a loop. All ranks call what is compiled;
     what else reads a parameter may be the code of one rank alone.
     """
+    if inside_ddp():  # which the package takes the place of
+        return False
     return all(p._zinf_unit.shard_group.size == 1 for p in parameters) or inside_compiled_call()
 
 
-def _value(unit: Unit) -> torch.Tensor:
-    """Return a unit's value: its memory, a tensor that loads it when it is read, or a copy gathered on all ranks."""
+def _reject_writes(func: Callable[..., Any], unit: Unit, value: torch.Tensor, version: int, result: Any) -> None:
+    """Raise where a call has changed a gathered copy of this version, or returns a view of it, which others could change."""
+    place = value.untyped_storage().data_ptr()
+    views = [v for v in tree_leaves(result) if type(v) is torch.Tensor and v.untyped_storage().data_ptr() == place]
+    if views or value._version != version:
+        raise PartitionedParameterError(
+            f"{call_name(func)} changes parameter {unit.name}, shape {list(unit.shape)}, or returns memory of it, but "
+            f"{_place(unit)}, use `with zinf_compile.gathered(model, write=True):` to change it"
+        )
+
+
+def _value(unit: Unit, *, recorded: bool) -> torch.Tensor:
+    """Return a unit's value: its memory, a tensor that loads it when it is read, or a copy, on several ranks gathered.
+
+    `recorded`: autograd may keep it for a backward, by which a step may have changed what is elsewhere: a copy, then.
+    """
     if unit.at_hand:
         return unit.whole().detach()
-    if unit.shard_group.size == 1:
+    if unit.shard_group.size > 1:
+        return gather_for_eager(unit)
+    if not recorded:
         return offloaded_value(unit)
-    return gather_for_eager(unit)
+    with torch.inference_mode(False), torch.no_grad():
+        value = fetch(unit)
+        return unit.logical(value if unit.resident is None else value.clone())
 
 
 class _Whole(torch.autograd.Function):
@@ -174,9 +198,10 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
         ctx.unit = parameter._zinf_unit
-        return _value(ctx.unit)
+        return _value(ctx.unit, recorded=True)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         unit: Unit = ctx.unit
         shard = unit.flat(grad).to(unit.reduce_dtype, copy=True)
