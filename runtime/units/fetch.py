@@ -35,12 +35,12 @@ def fetch(unit: Unit) -> torch.Tensor:
     context = unit.context
     if context.link.topology.host_apart:
         if unit.resident is None:
-            _reserve(unit, context.memory.host_ledger)
-        _reserve(unit, context.memory.ledger)
+            reserve(unit, context.memory.host_ledger)
+        reserve(unit, context.memory.ledger)
         value = unit.load()
         context.memory.ledger.track("staging", value)
         return value
-    _reserve(unit, context.memory.ledger)
+    reserve(unit, context.memory.ledger)
     return unit.load()
 
 
@@ -52,7 +52,7 @@ def fetch_to_host(unit: Unit) -> torch.Tensor:
     if unit.resident is not None:
         context.link.wait_read(unit.resident)
         return with_own_storage(unit.resident)
-    _reserve(unit, context.memory.host_ledger)
+    reserve(unit, context.memory.host_ledger)
     host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
     move(unit.location(), on_host(host), by=route_of(context)).wait()
     return host
@@ -60,7 +60,7 @@ def fetch_to_host(unit: Unit) -> torch.Tensor:
 
 def blank(unit: Unit) -> torch.Tensor:
     """Return memory to be filled with a new value and then kept by `Unit.save`. Raises as `fetch`."""
-    _reserve(unit, unit.context.memory.ledger)
+    reserve(unit, unit.context.memory.ledger)
     value = unit.blank()
     unit.context.memory.ledger.track("staging", value)
     return value
@@ -122,8 +122,8 @@ def shortage(unit: Unit, ledger: Ledger) -> str:
     )
 
 
-def _reserve(unit: Unit, ledger: Ledger) -> None:
-    """Make room for one value."""
+def reserve(unit: Unit, ledger: Ledger) -> None:
+    """Make room for one value; raise `BudgetError` where there is none."""
     context = unit.context
     context.memory.make_room(ledger, unit.bytes)
     if context.memory.has_room(ledger, unit.bytes):

@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import torch
 from layerdrop import Encoder, trained, values_of
+from torch import nn
 
 import zinf_compile
 from zinf_compile.sharded.parameter import ShardedParameter
+
+
+def with_layer_on_drive(folder: Path) -> tuple[nn.Module, nn.Parameter]:
+    """Return a trained model and the weight of its first layer, which lives on a drive."""
+    _, model = trained({"params": "nvme", "nvme": str(folder)}, evaluate=True)
+    encoder = model.encoder
+    assert isinstance(encoder, Encoder)
+    return model, encoder.layers[0].get_parameter("up.weight")
 
 
 @pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
@@ -35,10 +44,7 @@ def test_training_goes_on_behind_an_evaluation(
 
 @pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
 def test_code_outside_of_a_forward_reads_whole_values_on_one_rank(tmp_path: Path) -> None:
-    _, model = trained({"params": "nvme", "nvme": str(tmp_path)}, evaluate=True)
-    encoder = model.encoder
-    assert isinstance(encoder, Encoder)
-    weight = encoder.layers[0].get_parameter("up.weight")
+    model, weight = with_layer_on_drive(tmp_path)
     value = zinf_compile.full_state_dict(model)["encoder.layers.0.up.weight"]
     torch.testing.assert_close(torch.linalg.qr(weight)[0].detach(), torch.linalg.qr(value)[0])
     torch.linalg.qr(weight)[1].diagonal().sum().backward()
@@ -51,10 +57,7 @@ def test_code_outside_of_a_forward_reads_whole_values_on_one_rank(tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
 def test_a_step_between_reading_and_backward_changes_no_gradient(tmp_path: Path) -> None:
-    _, model = trained({"params": "nvme", "nvme": str(tmp_path)}, evaluate=True)
-    encoder = model.encoder
-    assert isinstance(encoder, Encoder)
-    weight = encoder.layers[0].get_parameter("up.weight")
+    model, weight = with_layer_on_drive(tmp_path)
     before = zinf_compile.full_state_dict(model)["encoder.layers.0.up.weight"].clone()
     x = torch.ones(2, 16, requires_grad=True)
     loss = torch.nn.functional.linear(x, weight).square().sum()
@@ -67,10 +70,7 @@ def test_a_step_between_reading_and_backward_changes_no_gradient(tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
 def test_gradients_of_gradients_are_refused(tmp_path: Path) -> None:
-    _, model = trained({"params": "nvme", "nvme": str(tmp_path)}, evaluate=True)
-    encoder = model.encoder
-    assert isinstance(encoder, Encoder)
-    weight = encoder.layers[0].get_parameter("up.weight")
+    _, weight = with_layer_on_drive(tmp_path)
     loss = torch.nn.functional.linear(torch.ones(2, 16), weight).square().sum()
     (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -8,12 +8,10 @@ until the backward has used it, as in eager code.
 
 from __future__ import annotations
 
-import gc
-
 import torch
 
 from zinf_compile.errors import BudgetError
-from zinf_compile.runtime.units.fetch import shortage
+from zinf_compile.runtime.units.fetch import reserve
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
 
@@ -21,18 +19,14 @@ from zinf_compile.runtime.units.whole import gather_whole
 def gather_for_eager(unit: Unit) -> torch.Tensor:
     """Return a copy of a unit's value, gathered on every rank; `BudgetError` on all where one has no room. Collective."""
     what = f"gathering {unit.name}, unit {unit.serial}, for eager code of a forward"
-    memory = unit.context.memory
+    ledger = unit.context.memory.ledger
     with torch.no_grad():
         with unit.ranks.fail_together(what, elsewhere=BudgetError(f"{what} failed on another rank, see there")):
-            memory.make_room(memory.ledger, unit.bytes)
-            if not memory.has_room(memory.ledger, unit.bytes):
-                gc.collect()
-            if short := shortage(unit, memory.ledger):
-                raise BudgetError(f"{what}: {short}")
+            reserve(unit, ledger)
             shard = unit.load()
         full = unit.context.full_buffer(unit.numel, unit.dtype, unit.device)
         gather_whole(unit, shard, full, what)
-    memory.ledger.track("gathered", full)
+    ledger.track("gathered", full)
     return unit.logical(full)
 
 
