@@ -98,8 +98,8 @@ class Recording:
             _log.error("the timeline of a step can't be written: %s", error)
 
     def _page(self, measured: Timeline) -> str:
-        claims = self._context.memory.reservations
-        caps = {Tier.DEVICE: claims.device_cap, Tier.HOST: claims.host_cap}
+        reservations = self._context.memory.reservations
+        caps = {Tier.DEVICE: reservations.device_cap, Tier.HOST: reservations.host_cap}
         try:
             bound = self.bound()
         except ZinfError:

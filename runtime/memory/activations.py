@@ -19,7 +19,7 @@ class _Kept(NamedTuple):
     bytes: int
     maker: Hashable
     """Whose graph returned it to the caller alone; None where a backward needs it."""
-    claims: frozenset[int]
+    reservations: frozenset[int]
     """The reservations of the graph and of those whose results it read, by their identities."""
 
 
@@ -41,21 +41,21 @@ class Activations:
         given: frozenset[int] = frozenset(),
         results: int | None = None,
         maker: Hashable = None,
-        claims: frozenset[int] = frozenset(),
+        reservations: frozenset[int] = frozenset(),
     ) -> None:
         """Count a graph's outputs on a device, without the storages that were `given` to it.
 
         `results`: the number of outputs that the caller gets, the rest are saved for the backward; None: all. `maker`: the same
-        for all variants of one graph, as for other shapes. `claims`: the identities of the graph's reservations.
+        for all variants of one graph, as for other shapes. `reservations`: the identities of the graph's reservations.
         """
-        claims |= self.behind(given)
+        reservations |= self.behind(given)
         for number, value in enumerate(outputs):
             if _is_plain(value) and value.device.type == device.type:
                 storage = value.untyped_storage()
                 size = storage.nbytes()
                 if size and storage._cdata not in given:
                     is_result = results is None or number < results
-                    self._kept[storage._cdata] = _Kept(StorageWeakRef(storage), size, maker if is_result else None, claims)
+                    self._kept[storage._cdata] = _Kept(StorageWeakRef(storage), size, maker if is_result else None, reservations)
         self.peak = max(self.peak, self.held())
 
     def held(self, *, given: frozenset[int] = frozenset()) -> int:
@@ -72,7 +72,7 @@ class Activations:
     def behind(self, given: frozenset[int]) -> frozenset[int]:
         """Return the reservations of graphs whose backward comes after that of a graph with these storages among its inputs."""
         self._forget()
-        return frozenset().union(*(self._kept[key].claims for key in given & self._kept.keys()))
+        return frozenset().union(*(self._kept[key].reservations for key in given & self._kept.keys()))
 
     def leaves(self, inputs: Iterable[Any]) -> int:
         """Return the bytes of results that became leaves that need gradients, as `inputs` of this graph or of an earlier one."""

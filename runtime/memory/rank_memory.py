@@ -112,8 +112,11 @@ class Memory:
 
     def has_room_for_graphs(self) -> bool:
         """Say whether what is held, gradients included, leaves room for any graph that was planned."""
-        claims = self.reservations
-        sides = ((self.ledger, claims.device_cap, claims.passing), (self.host_ledger, claims.host_cap, claims.passing_host))
+        reservations = self.reservations
+        sides = (
+            (self.ledger, reservations.device_cap, reservations.passing),
+            (self.host_ledger, reservations.host_cap, reservations.passing_host),
+        )
         return all(cap is None or ledger.total()[0] - ledger.now()["bounce"] + passing <= cap for ledger, cap, passing in sides)
 
     def begin_graph(self, *, makes_gradients: bool) -> None:
@@ -135,14 +138,14 @@ class Memory:
         backwards would lie beside what it has for forwards. Then what the cap leaves beside the most that was held for other
         things meanwhile, or was planned to be: states come with the first step, and second gradients with any.
         """
-        claims = self.reservations
-        if claims.device_cap is None:
+        reservations = self.reservations
+        if reservations.device_cap is None:
             return None
-        gathers = max(0, claims.passing - claims.reduced - claims.compute)
+        gathers = max(0, reservations.passing - reservations.reduced - reservations.compute)
         if not self._steps:
             return 0 if self._trains else gathers
-        held = max(self.ledger.beside_gathers(), max(self.ledger.total()[0], claims.beside) + claims.reduced)
-        return max(0, claims.device_cap - held - claims.compute + claims.rounding - self.taken)
+        held = max(self.ledger.beside_gathers(), max(self.ledger.total()[0], reservations.beside) + reservations.reduced)
+        return max(0, reservations.device_cap - held - reservations.compute + reservations.rounding - self.taken)
 
     def end_step(self) -> None:
         """Note that a step of an optimizer is over."""

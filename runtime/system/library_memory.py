@@ -1,7 +1,7 @@
 """Memory of an accelerator that libraries take at the first matrix products and then keep.
 
 These are cuBLAS's workspaces, one for each thread that computes and each of its streams. PyTorch's allocator counts them as
-tensors. What is promised of `device_memory` has to know them before the first step.
+tensors. A cap on `device_memory` has to allow for them before the first step.
 """
 
 from __future__ import annotations

@@ -96,11 +96,11 @@ def train(options: dict[str, Any], *, kind: type[nn.Module] = TiedWords) -> None
             loss.backward()
         finish_step(model, optimizer)
         zinf_compile.synchronize()
-        claims = context.memory.reservations
-        assert claims.device_cap is not None
-        assert claims.host_cap is not None
-        assert context.memory.ledger.total()[1] <= claims.device_cap
-        assert context.memory.host_ledger.total()[1] <= claims.host_cap
+        reservations = context.memory.reservations
+        assert reservations.device_cap is not None
+        assert reservations.host_cap is not None
+        assert context.memory.ledger.total()[1] <= reservations.device_cap
+        assert context.memory.host_ledger.total()[1] <= reservations.host_cap
     assert losses == eager_losses(kind)
 
 

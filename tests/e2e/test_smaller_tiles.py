@@ -95,10 +95,10 @@ def test_the_caps_account_for_what_runs(tmp_path: Path) -> None:
     cap = too_small(options)
     model = seeded()
     train(model, {**options, "device_memory": cap})
-    claims = context_of(model).memory.reservations
-    assert claims.planned("device") <= cap
-    assert claims.tiles_of is not None
-    assert claims.tiles_of < cap
+    reservations = context_of(model).memory.reservations
+    assert reservations.planned("device") <= cap
+    assert reservations.tiles_of is not None
+    assert reservations.tiles_of < cap
 
 
 def test_calls_with_other_sizes_keep_the_tiles(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_pieces_are_smaller_too(tmp_path: Path) -> None:
     cap = too_small(options, widths=widths)
     model = seeded(widths=widths)
     train(model, {**options, "device_memory": cap}, steps=1)
-    claims, numel = context_of(model).memory.reservations, sum(p.numel() for p in model.parameters())
+    reservations, numel = context_of(model).memory.reservations, sum(p.numel() for p in model.parameters())
     (piece,) = {unit_of(p).placement.piece_numel for p in model.parameters()}  # type: ignore[union-attr]
-    assert piece == piece_of(numel, claims.tiles_of)
+    assert piece == piece_of(numel, reservations.tiles_of)
 
 
 @pytest.mark.parametrize("params", ["device", "nvme"])

@@ -52,9 +52,9 @@ def refused(call: Callable[[], object], rank: int) -> int:
 
 def forget_graphs(context: Context) -> None:
     """Reserve nothing for graphs of models that are gone: Dynamo keeps them, and they were planned before a rank held more."""
-    claims = context.memory.reservations
-    for made in list(claims._made):
-        claims.remove(made)
+    reservations = context.memory.reservations
+    for made in list(reservations._made):
+        reservations.remove(made)
 
 
 def caps_of_all(rank: int, size: int) -> list[int]:

@@ -192,9 +192,9 @@ class GraphCompiler:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
         compiled = self._trace(gm, example_inputs, captured, context)
-        claims = context.memory.reservations
+        reservations = context.memory.reservations
         if tiles_follow or asked.tile is not None or asked.device_memory is None:
-            claims.tiles_of = asked.device_bytes if tiles_follow else None
+            reservations.tiles_of = asked.device_bytes if tiles_follow else None
 
         def measure(config: Config, captured: Captured) -> GraphBudget:
             return _Measurer(config).measure(gm, example_inputs, captured, context, like=self)
@@ -204,7 +204,7 @@ class GraphCompiler:
         alone, measures = context.size == 1, by_tiles if tiles_follow else None
         cuts = (alone or is_first_variant()) and may_cut(example_inputs, alone=alone)
         if (smaller := self._budget.check(measure=measures, may_cut=cuts)) is not None:
-            claims.tiles_of = smaller
+            reservations.tiles_of = smaller
             del context.plans[plans:]
             return by_tiles.cut_as(smaller)
         if not self.topology.host_apart:

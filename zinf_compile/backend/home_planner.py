@@ -26,7 +26,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.sharded.allowed_homes import allowed_homes
 from zinf_compile.sharded.fit import Fit
 from zinf_compile.sharded.homes_ahead import fits_near
-from zinf_compile.sharded.promised import unseen_parameters
+from zinf_compile.sharded.other_graphs import unseen_parameters
 
 from .step_account import StepAccount
 from .tell_homes import tell_homes

@@ -43,8 +43,10 @@ def runner(
             returned = execute(now, units, context, args, ShardedGradient, space=space)
             if given is not None:
                 maker = maker_of(units.values())
-                own = checks.claims
-                context.memory.activations.add(returned, context.device, given=given, results=results, maker=maker, claims=own)
+                own = checks.reservations
+                context.memory.activations.add(
+                    returned, context.device, given=given, results=results, maker=maker, reservations=own
+                )
             return returned
         except BaseException as error:
             if (others := ranks()) is not None:

@@ -1,6 +1,6 @@
 """Homes for one parameter after the other: what there is room for lives near, the rest as far away as is allowed.
 
-`backend/home_planner` calls it with its own account of memory, which is the one that caps are promised by. All pieces of a unit's
+`backend/home_planner` calls it with its own account of memory, which is the one that caps are kept by. All pieces of a unit's
 states have one home. The choices follow from the problem without its budgets: a larger budget adds some and takes none away.
 """
 

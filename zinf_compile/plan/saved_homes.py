@@ -89,7 +89,7 @@ def choose_homes(
 
 
 def may_leave(memories: Iterable[SavedMemory], *, least_bytes: int = LEAST_BYTES) -> tuple[SavedMemory, ...]:
-    """Return what is worth a transfer, and of the same size in each call: space for that can be promised."""
+    """Return what is worth a transfer, and of the same size in each call: space for that can be reserved."""
     return tuple(each for each in memories if each.bytes >= least_bytes and not each.dynamic)
 
 

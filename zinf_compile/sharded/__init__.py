@@ -41,6 +41,8 @@ offloaded_storage — The storage of values that are off the device: its size is
 offloaded_value — The value of a parameter off the device, on one process: a tensor that loads it when it is read.
 operands — Operands of an operation on shards: the arguments that have a shard, and whether they are partitioned alike.
 operators — Operators on tensors that are partitioned alike: element by element on the shards, wherever these are.
+other_graphs — Memory that other graphs will take: for parameters that no graph has seen yet, and for what earlier graphs
+    don't hold yet.
 parameter — A partitioned parameter as the user's code sees it: the same object, hollow, answering for its metadata only.
 parameter_calls — Eager calls on partitioned parameters: on shards, on whole values where this process has them, or refused
     with the way out.
@@ -53,8 +55,6 @@ partition_alike — Partitioning of whole tensors like the parameter beside whic
 place_at_call — Homes of parameters that a compiled graph first sees at a call, in the place of those that it was compiled
     with.
 planned_parameters — Parameters that earlier graphs planned for, whose chunks pass through memory in steps.
-promised — Memory that other graphs will take: for parameters that no graph has seen yet, and for what earlier graphs don't
-    hold yet.
 recompile_limit — Dynamo's limit of recompilations: raised for compiled models, and a warning where a function exceeds
     it.
 reductions — Sums, norms, extremes and comparisons of tensors that are partitioned alike, the same on all ranks. Collective

@@ -33,9 +33,9 @@ from zinf_compile.runtime.units.create import shard_group_of
 from .caps import Caps, collect_unused, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
 from .graph_needs import GraphNeeds
+from .other_graphs import bytes_beside, copies_to_come, not_held_yet, running_units, transient_of_unseen, unseen_parameters
 from .parameter import ShardedParameter, unit_of
 from .planned_parameters import PlannedParameters
-from .promised import bytes_beside, copies_to_come, not_held_yet, running_units, transient_of_unseen, unseen_parameters
 from .short_ranks import least_of_ranks
 from .shortage import Need, advice, gradient_bytes, reserved_by_others
 from .unplanned import is_unplanned, planned
@@ -54,7 +54,7 @@ class GraphBudget:
     """The caps as one captured graph meets them; `limits` decides how far its gathers and reads run ahead.
 
     Forward and backward are both planned before `check` speaks: the smallest cap that it names is that of both. `caps` are by
-    default those of this process. While `measuring` nothing is claimed: the graph is not going to run. `together`: all ranks plan
+    default this process's. While `measuring` nothing is reserved: the graph is not going to run. `together`: all ranks plan
     for it at the same point, exchange meanwhile what each has room for, and refuse it together.
     """
 
@@ -81,13 +81,13 @@ class GraphBudget:
         self._alike: frozenset[Any] = frozenset()
         """Shapes and types of these: any of them may take the place of a parameter."""
         self._for_all = self._strict = False
-        self.later = self.promised = self.second = Sides(0, 0)
+        self.later = self.not_held = self.second = Sides(0, 0)
         """Transient memory of parameters that no graph has seen yet; what other graphs, and earlier variants of this one, don't
         hold yet; of the latter what a forward doesn't make, second gradients of its parameters."""
-        self._promised: Sides | None = None
+        self._not_held: Sides | None = None
         """The latter, as found before this graph's reservations."""
         self._planned = PlannedParameters()
-        self._claims: list[Reservation] = []
+        self._reservations: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
         self._checked, self.measuring = False, measuring
         self._together = together and context.size > 1
@@ -172,9 +172,9 @@ class GraphBudget:
         self._for_all, self._strict, self._unseen, self._placed = True, strict, list(unseen), None
         self._alike = frozenset((slot.shape, slot.dtype) for slot in unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
-        self.promised = not_held_yet(self.context, self._units.values())
+        self.not_held = not_held_yet(self.context, self._units.values())
         second = gradient_bytes(self.context, self._used - set(self._units.values()))
-        self.second = Sides(min(second[Tier.DEVICE], self.promised.device), min(second[Tier.HOST], self.promised.host))
+        self.second = Sides(min(second[Tier.DEVICE], self.not_held.device), min(second[Tier.HOST], self.not_held.host))
         own, running = set(self._units.values()), self._used | running_units()
         self._planned = PlannedParameters.of(self.context, own, running=running, size=self._size)
 
@@ -244,7 +244,7 @@ class GraphBudget:
         trial = copy.copy(self)
         trial._needs, trial.measuring = GraphNeeds(self.context, together=False), len(self.context.units) <= len(self._units)
         trial.decide_for_all(self.unseen, strict=False)
-        trial.promised = self._promised = trial.promised if self._promised is None else self._promised
+        trial.not_held = self._not_held = trial.not_held if self._not_held is None else self._not_held
         trial.place(trial.placements)
         return trial._check_device(transient), trial._check_host(transient)
 
@@ -253,21 +253,21 @@ class GraphBudget:
 
         A rank that compiles again alone keeps the earlier plan, if it has reserved as much or the plan takes less.
         """
-        claims, key = self.context.memory.reservations, (self.signature, ahead_key(graph))
-        known = dataclasses.replace(plan, ahead=claims.ahead.setdefault(key, plan.ahead))
+        reservations, key = self.context.memory.reservations, (self.signature, ahead_key(graph))
+        known = dataclasses.replace(plan, ahead=reservations.ahead.setdefault(key, plan.ahead))
         taken = transient.with_plan(known)
-        if known.ahead < plan.ahead or (taken.device <= claims.passing and taken.host <= claims.passing_host):
+        if known.ahead < plan.ahead or (taken.device <= reservations.passing and taken.host <= reservations.passing_host):
             plan = known
         if self._together and not self._checked:
-            claims.ahead[key] = least_of_ranks(self.context, plan.ahead, what="room to run ahead")
-            plan = dataclasses.replace(plan, ahead=claims.ahead[key])
+            reservations.ahead[key] = least_of_ranks(self.context, plan.ahead, what="room to run ahead")
+            plan = dataclasses.replace(plan, ahead=reservations.ahead[key])
         return plan
 
     def _reserve(self, transient: TransientMemory, plan: GraphPlan, device: _Side, host: _Side) -> None:
         memory, staging, taken = self.context.memory, self.model.staging + plan.staging, transient.with_plan(plan)
-        claims = memory.reservations
-        claims.device_cap, claims.host_cap = device.cap, self.caps.host
-        claim = Reservation(
+        reservations = memory.reservations
+        reservations.device_cap, reservations.host_cap = device.cap, self.caps.host
+        reservation = Reservation(
             passing=taken.device,
             left=transient.left,
             reduced=transient.reduced + plan.reduced,
@@ -286,10 +286,10 @@ class GraphBudget:
             wish=plan.wish,
             keepable=math.ceil(self.keepable * (1 + self.others)),
         )
-        self._claims.append(claim)
-        claims.add(claim)
-        memory.inflight_gradients.limit = claims.on_the_way
-        memory.staging.limit(claims.staging or STAGING_BYTES)
+        self._reservations.append(reservation)
+        reservations.add(reservation)
+        memory.inflight_gradients.limit = reservations.on_the_way
+        memory.staging.limit(reservations.staging or STAGING_BYTES)
 
     def _check_device(self, transient: TransientMemory) -> _Side:
         context, model = self.context, self.model
@@ -298,7 +298,7 @@ class GraphBudget:
         chunk, added = model.chunk.device, model.added_by_steps.device
         second = model.gradients.device if self.compute.is_forward else 0  # it makes none beside earlier ones
         most = max(transient.least.device, self.later.device)
-        others = max(self.promised.device - (self.second.device if self.compute.is_forward else 0), self._returning)
+        others = max(self.not_held.device - (self.second.device if self.compute.is_forward else 0), self._returning)
         here = model.resident.device + chunk + most + others
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
@@ -337,14 +337,14 @@ class GraphBudget:
             return _Side(cap, 0, 0)
         chunk, added = model.chunk.host, model.added_by_steps.host
         most = max(transient.least.host, self.later.host)
-        here = model.resident.host + chunk + most + self.promised.host + self.saved_on_host
+        here = model.resident.host + chunk + most + self.not_held.host + self.saved_on_host
         least = here + self._held(context.memory.host_ledger, here, cap)
-        fixed = least - chunk - most - self.saved_on_host - self.promised.host
+        fixed = least - chunk - most - self.saved_on_host - self.not_held.host
         self._needs.note(
             Need(
                 side=Tier.HOST,
                 text=f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
-                f"{reserved_by_others(self.promised.host)}"
+                f"{reserved_by_others(self.not_held.host)}"
                 f"{most:,} in flight from drives and to them, {chunk:,} for one chunk of the optimizer's step"
                 + (f", {self.saved_on_host:,} of activations" if self.saved_on_host else ""),
                 fixed=least - most,
@@ -370,22 +370,22 @@ class GraphBudget:
         lacks = self._needs.lacks()
         may_cut &= measure is not None
         if (short := self._needs.is_short(lacks)) or (may_cut and self._needs.is_tight(lacks)):
-            claims, made, now = self.context.memory.reservations, self._claims, self.context.memory.reservations.caps
-            for claim in made:
-                claims.remove(claim)
-            self._claims, claims.caps = [], self._caps_before
+            reservations, made, now = self.context.memory.reservations, self._reservations, self.context.memory.reservations.caps
+            for reservation in made:
+                reservations.remove(reservation)
+            self._reservations, reservations.caps = [], self._caps_before
             found = self._needs.settle(self, self.caps, lacks, measure, short=short, may_cut=may_cut)
             if found is not None:
                 return found
-            self._claims, claims.caps = made, now
-            for claim in made:
-                claims.add(claim)
+            self._reservations, reservations.caps = made, now
+            for reservation in made:
+                reservations.add(reservation)
         planned(self._units.values())
         return None
 
     def call(self) -> Call | None:
         """Return what each call of these graphs is checked for; None where activations don't count."""
-        return call_of(self.compute, self._claims)
+        return call_of(self.compute, self._reservations)
 
     def works(self, side: Tier) -> int:
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""

@@ -23,7 +23,7 @@ from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .allowed_homes import farthest_homes
 from .caps import agree_on_memory, find_caps, held_bytes
-from .promised import copies_to_come
+from .other_graphs import copies_to_come
 from .short_ranks import Lack, refusal_text
 from .shortage import advice_for_shards, gradient_bytes, name_cap
 
@@ -73,15 +73,22 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
     """
     agree_on_memory(context)
     memory, topology = context.memory, context.link.topology
-    claims, caps = memory.reservations, find_caps(config, context, held=memory.ledger.total()[0])
-    before = claims.caps
-    claims.declare(
+    reservations, caps = memory.reservations, find_caps(config, context, held=memory.ledger.total()[0])
+    before = reservations.caps
+    reservations.declare(
         device=None if config.device_memory is None else caps.device, host=None if config.host_memory is None else caps.host
     )
-    claims.device_cap, claims.host_cap = caps.device if topology.host_apart else min(caps.device, caps.host), caps.host
+    reservations.device_cap, reservations.host_cap = (
+        caps.device if topology.host_apart else min(caps.device, caps.host),
+        caps.host,
+    )
     model = model_memory(slots, farthest_homes(config, topology), size=context.ranks.shard_group.size, topology=topology)
     passing = topology.counted(Sides(0, model.staging))
-    fitting = [cap // 4 // chunk for cap, chunk in zip((claims.device_cap, claims.host_cap), model.chunk, strict=True) if chunk]
+    fitting = [
+        cap // 4 // chunk
+        for cap, chunk in zip((reservations.device_cap, reservations.host_cap), model.chunk, strict=True)
+        if chunk
+    ]
     made = Reservation(
         passing=passing.device,
         passing_host=passing.host,
@@ -91,15 +98,15 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
         staging=model.staging or None,
         least=passing,
     )
-    claims.add(made)
-    memory.staging.limit(claims.staging or STAGING_BYTES)
+    reservations.add(made)
+    memory.staging.limit(reservations.staging or STAGING_BYTES)
     try:
         yield
     except BaseException:
-        claims.caps = before
+        reservations.caps = before
         raise
     finally:
-        claims.remove(made)
+        reservations.remove(made)
 
 
 def _that_stay(staying: int) -> str:
@@ -112,21 +119,25 @@ def _blocks(staging: int) -> str:
 
 def check_states(context: Context, *, on_device: bool, states: int, slots: int, name: str) -> None:
     """Raise `BudgetError` where states in memory and chunks, about to be made, exceed a cap. Nothing was updated yet."""
-    claims = context.memory.reservations
+    reservations = context.memory.reservations
     on_device = on_device or not context.link.topology.host_apart
-    ledger, cap = (context.memory.ledger, claims.device_cap) if on_device else (context.memory.host_ledger, claims.host_cap)
+    ledger, cap = (
+        (context.memory.ledger, reservations.device_cap) if on_device else (context.memory.host_ledger, reservations.host_cap)
+    )
     if cap is None:
         return
     side = Tier.DEVICE if on_device else Tier.HOST
-    held = held_bytes(ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.memory)
-    passing = claims.passing if on_device else claims.passing_host  # perhaps less by now
+    held = held_bytes(
+        ledger, slots + states + (reservations.passing if on_device else reservations.passing_host), cap, context.memory
+    )
+    passing = reservations.passing if on_device else reservations.passing_host  # perhaps less by now
     staying = copies_to_come(context) if on_device else 0
     needed = held + slots + states + passing + staying
     if needed > cap:
         more = gradient_bytes(context, context.units)[side]
-        works = claims.works(side, held + slots + states + staying, second=more, unforeseen=True)
+        works = reservations.works(side, held + slots + states + staying, second=more, unforeseen=True)
         second = f", with {more:,} for second gradients while they accumulate" if more else ""
-        named = name_cap(context, side, works, smallest=not claims.keeps_more or works <= claims.planned(side))
+        named = name_cap(context, side, works, smallest=not reservations.keeps_more or works <= reservations.planned(side))
         raise BudgetError(
             f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "
             f"its chunks, {passing:,} are gathered or reduced at once{_that_stay(staying)}. {cap:,} are allowed; nothing was "
@@ -136,25 +147,25 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
 
 def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> dict[Tier, Lack]:
     """Return what a backward needs of each side that makes gradients in memory beside earlier ones of the same units."""
-    claims = context.memory.reservations
-    if claims.device_cap is None and claims.host_cap is None:
+    reservations = context.memory.reservations
+    if reservations.device_cap is None and reservations.host_cap is None:
         return {}
     distinct = {part.unit if isinstance(part, Tile) else part for part in units}
     with no_torch_function():
         again = [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None]
         second = gradient_bytes(context, again)
     sides = (
-        (Tier.DEVICE, context.memory.ledger, claims.device_cap, claims.passing_backward),
-        (Tier.HOST, context.memory.host_ledger, claims.host_cap, claims.passing_host),
+        (Tier.DEVICE, context.memory.ledger, reservations.device_cap, reservations.passing_backward),
+        (Tier.HOST, context.memory.host_ledger, reservations.host_cap, reservations.passing_host),
     )
     lacks = {}
     for side, ledger, cap, passing in sides:
         more = second[side]
         if more and cap is not None:
             held = held_bytes(ledger, more + passing, cap, context.memory)
-            works = claims.works(side, held, second=more)
+            works = reservations.works(side, held, second=more)
             if not ledger.now()["states"]:  # no step was made yet
-                works = max(works, claims.planned(side))
+                works = max(works, reservations.planned(side))
             lacks[side] = Lack(
                 needed=held + more + passing,
                 cap=cap,

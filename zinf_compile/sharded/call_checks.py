@@ -28,10 +28,10 @@ class CallChecks:
         """Whether the graph's results are activations that count."""
 
     @property
-    def claims(self) -> frozenset[int]:
+    def reservations(self) -> frozenset[int]:
         """The identities of the graph's reservations, and its backward's."""
         call = None if self._budget is None else self._budget.call()
-        return frozenset(() if call is None else map(id, call.claims))
+        return frozenset(() if call is None else map(id, call.reservations))
 
     def lack(self, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Mapping[Tier, Lack]:
         """Return, by side, what a call with these units and arguments lacks."""

@@ -237,21 +237,21 @@ class Call:
     """What other graphs had saved when this one was compiled, which reservations include."""
     outside: int
     """Beside `passing`: what others than graphs held when it was compiled, and the allocator's rounding."""
-    claims: Sequence[Reservation]
+    reservations: Sequence[Reservation]
     """Those of the graph and its backward."""
 
 
-def call_of(compute: GraphCompute, claims: Sequence[Reservation]) -> Call | None:
+def call_of(compute: GraphCompute, reservations: Sequence[Reservation]) -> Call | None:
     """Return what calls of graphs with these reservations are checked for; None where activations don't count."""
-    if not compute.counts or not claims:
+    if not compute.counts or not reservations:
         return None
     return Call(
-        passing=max(claim.passing for claim in claims) - compute.outside,
+        passing=max(reservation.passing for reservation in reservations) - compute.outside,
         saved=compute.saved,
-        results=max(claim.results for claim in claims),
+        results=max(reservation.results for reservation in reservations),
         saved_outside=compute.saved_outside,
         outside=compute.outside - compute.saved_outside,
-        claims=claims,
+        reservations=reservations,
     )
 
 
@@ -264,8 +264,8 @@ def lack_for_call(context: Context, call: Call, units: Iterable[Unit | Tile], ar
 
 
 def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Lack | None:
-    memory, claims = context.memory, context.memory.reservations
-    cap = claims.device_cap
+    memory, reservations = context.memory, context.memory.reservations
+    cap = reservations.device_cap
     if cap is None:
         return None
     given = storages_of(args)
@@ -284,12 +284,14 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
     return Lack(
         needed=held + more,
         cap=cap,
-        works=claims.works(Tier.DEVICE, held + beside - call.saved_outside),
+        works=reservations.works(Tier.DEVICE, held + beside - call.saved_outside),
         text=f"this call needs {held + more:,} bytes on {context.device}: {held:,} for what is held and for gradients, "
         f"{beside - user:,} are activations and results of earlier calls whose backward is still to come, or that are kept, "
         f"{user + call.outside:,} are taken by others, {call.passing:,} are needed at once. Run their "
         "backwards first, keep fewer results, or use smaller batches; activations='nvme' moves all that is saved to a drive"
-        + (", reshard_after_forward=True keeps no parameter gathered for its backward" if any(claims.kept.values()) else ""),
+        + (
+            ", reshard_after_forward=True keeps no parameter gathered for its backward" if any(reservations.kept.values()) else ""
+        ),
     )
 
 
@@ -298,10 +300,10 @@ def _while_others_run(memory: Memory, call: Call, given: frozenset[int]) -> int:
 
     Backwards of graphs whose results it reads come after its own, which frees what it saved: only its results may be there.
     """
-    claims, own = memory.reservations, {id(claim) for claim in call.claims}
+    reservations, own = memory.reservations, {id(reservation) for reservation in call.reservations}
     behind = memory.activations.behind(given) - own
-    others = claims.passing_alone(lambda made: id(made) not in own and id(made) not in behind)
-    return max(call.saved + others, call.results + claims.passing_alone(lambda made: id(made) in behind))
+    others = reservations.passing_alone(lambda made: id(made) not in own and id(made) not in behind)
+    return max(call.saved + others, call.results + reservations.passing_alone(lambda made: id(made) in behind))
 
 
 def _without_gradients(units: Iterable[Unit | Tile]) -> list[Unit]:

@@ -52,7 +52,7 @@ class Fit:
         ledgers = (context.memory.ledger, context.memory.host_ledger)
         held = [ledger.total()[0] - ledger.now()["bounce"] for ledger in ledgers]
         caps = (budget.device_cap, budget.caps.host)
-        room = [cap - own - promised for cap, own, promised in zip(caps, held, budget.promised, strict=True)]
+        room = [cap - own - more for cap, own, more in zip(caps, held, budget.not_held, strict=True)]
         passing = [context.memory.reservations.passing, context.memory.reservations.passing_host]
         if together:
             room = [least_of_ranks(context, each, what="room for homes") for each in room]

@@ -21,7 +21,7 @@ from zinf_compile.runtime.context import Context
 
 from .allowed_homes import allowed_homes, farthest_homes, is_open
 from .caps import agree_on_memory, find_caps
-from .promised import not_held_yet, transient_of_unseen
+from .other_graphs import not_held_yet, transient_of_unseen
 from .short_ranks import least_of_ranks
 
 

@@ -34,12 +34,16 @@ def host_shortage(context: Context, needed: int) -> Shortage | None:
     available = host_room_bytes(context)
     if needed <= available:
         return None
-    claims, named = context.memory.reservations, []
+    reservations, named = context.memory.reservations, []
     of_host = context.memory.host_ledger.total()[0] + needed
     of_device = context.memory.ledger.total()[0] + needed
-    if claims.declared_device is not None and not context.link.topology.host_apart and of_device > claims.declared_device:
+    if (
+        reservations.declared_device is not None
+        and not context.link.topology.host_apart
+        and of_device > reservations.declared_device
+    ):
         named.append(name_device_memory(context, of_device))
-    if claims.declared_host is not None and of_host > claims.declared_host:
+    if reservations.declared_host is not None and of_host > reservations.declared_host:
         named.append(f"the smallest host_memory that works is {of_host * ranks_of_node():,}")
     if needed > usable_host_bytes():
         named.append(f"{math.ceil(needed / (1 - RESERVE)):,} bytes of memory would have to be free for this process")
@@ -49,9 +53,9 @@ def host_shortage(context: Context, needed: int) -> Shortage | None:
 
 def host_room_bytes(context: Context) -> int:
     """Return the host memory that this rank could take now beside what it holds, within the caps that were declared."""
-    claims, room = context.memory.reservations, usable_host_bytes()
-    if claims.declared_host is not None:
-        room = min(room, claims.declared_host - context.memory.host_ledger.total()[0])
-    if not context.link.topology.host_apart and claims.declared_device is not None:
-        room = min(room, claims.declared_device - context.memory.ledger.total()[0])
+    reservations, room = context.memory.reservations, usable_host_bytes()
+    if reservations.declared_host is not None:
+        room = min(room, reservations.declared_host - context.memory.host_ledger.total()[0])
+    if not context.link.topology.host_apart and reservations.declared_device is not None:
+        room = min(room, reservations.declared_device - context.memory.ledger.total()[0])
     return max(0, room)

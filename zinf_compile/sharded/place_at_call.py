@@ -12,7 +12,7 @@ from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
 
 from .caps import find_caps
-from .promised import not_held_yet, unseen_parameters
+from .other_graphs import not_held_yet, unseen_parameters
 from .short_ranks import least_of_ranks
 
 
@@ -28,12 +28,12 @@ def place_at_call(
     model = model_memory([*slots, *unseen], placements, size=context.ranks.shard_group.size, topology=topology)
     whole = sum(slot.bytes for slot in (*slots, *unseen))
     caps = find_caps(config, context, held=whole + memory.ledger.total()[0])
-    claims = memory.reservations
-    chunks = model.chunk.plus(claims.chunks)
+    reservations = memory.reservations
+    chunks = model.chunk.plus(reservations.chunks)
     needed = model.resident.plus(model.added_by_steps).plus(chunks).plus(not_held_yet(context, ()))
     rows = [
-        (caps.device if topology.host_apart else min(caps.device, caps.host), memory.ledger, claims.passing, needed.device),
-        (caps.host, memory.host_ledger, claims.passing_host, needed.host),
+        (caps.device if topology.host_apart else min(caps.device, caps.host), memory.ledger, reservations.passing, needed.device),
+        (caps.host, memory.host_ledger, reservations.passing_host, needed.host),
     ]
     sides = rows if topology.host_apart else rows[:1]
     fits = all(ledger.total()[0] + passing + more <= cap for cap, ledger, passing, more in sides)

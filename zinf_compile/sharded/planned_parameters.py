@@ -43,14 +43,16 @@ class PlannedParameters:
         for unit in sorted(context.units, key=lambda unit: unit.serial):
             if unit not in but:
                 families.setdefault(None if unit in running else unit.family, []).append(unit)
-        claims, topology, beside = context.memory.reservations, context.link.topology, _NONE
+        reservations, topology, beside = context.memory.reservations, context.link.topology, _NONE
         mine, homes = _described(families.pop(None, ()))
         for units in families.values():
             slots, at = _described(units)
             if slots:
                 placements = Placements(units[0].placement, at)
-                beside = beside.plus(step_chunk(slots, placements, size=size, topology=topology, least=claims.chunk_numel)[1])
-        return cls(mine, homes, claims.chunk_numel or 0, beside)
+                beside = beside.plus(
+                    step_chunk(slots, placements, size=size, topology=topology, least=reservations.chunk_numel)[1]
+                )
+        return cls(mine, homes, reservations.chunk_numel or 0, beside)
 
     def with_chunks(self, model: MemoryModel, slots: Sequence[ParameterSlot], placements: Placements) -> MemoryModel:
         """Return the model of parameters with these homes, with the chunks of steps over all of them."""

@@ -191,12 +191,14 @@ def name_cap(context: Context, side: Tier, works: int, *, smallest: bool = True)
 
     It may not be the `smallest`: some of it, or none, is for units that stay gathered.
     """
-    claims = context.memory.reservations
+    reservations = context.memory.reservations
     host = f"host_memory that works is {works * ranks_of_node():,}"
     if side == Tier.HOST:
         return f"the smallest {host}"
-    of_host = not context.link.topology.host_apart and claims.declared_host is not None and claims.declared_host < works
-    of_device = claims.declared_device is not None and claims.declared_device < works
+    of_host = (
+        not context.link.topology.host_apart and reservations.declared_host is not None and reservations.declared_host < works
+    )
+    of_device = reservations.declared_device is not None and reservations.declared_device < works
     named = [name_device_memory(context, works, smallest=smallest)] if of_device or not of_host else []
     named += [f"{'the smallest' if smallest else 'a'} {host}"] if of_host else []
     return "; ".join(named) + ("" if smallest else ", or less with reshard_after_forward=True")
@@ -204,10 +206,10 @@ def name_cap(context: Context, side: Tier, works: int, *, smallest: bool = True)
 
 def name_device_memory(context: Context, works: int, *, smallest: bool = True) -> str:
     """Name the `device_memory` that works; where its default tile would be another than the model's as it is, that as well."""
-    claims = context.memory.reservations
-    now, then = (default_tile(cap) for cap in (claims.tiles_of or 0, works))
+    reservations = context.memory.reservations
+    now, then = (default_tile(cap) for cap in (reservations.tiles_of or 0, works))
     text = f"{'the smallest' if smallest else 'a'} device_memory that works is {works:,}"
-    if claims.tiles_of is not None and now != then:
+    if reservations.tiles_of is not None and now != then:
         largest = max((unit.bytes for unit in context.units), default=0)
         text += f", with option tile={now or max(largest, LEAST_TILE)}, as here"
     return text

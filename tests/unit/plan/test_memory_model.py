@@ -183,16 +183,16 @@ def test_a_part_of_the_room_stays_free() -> None:
 @given(least=st.integers(0, 1000), more=st.integers(0, 200), wish=st.integers(0, 5000))
 def test_the_smallest_cap_for_what_no_plan_knew_is_exact(least: int, more: int, wish: int) -> None:
     """As `plan_graph` takes of what a cap leaves beside what was planned, all of it in bytes."""
-    planned, claims = least, Reservations()
-    claim = Reservation(
+    planned, reservations = least, Reservations()
+    reservation = Reservation(
         passing=least, left=0, reduced=0, chunk_buffers=1, least=Sides(least, 0), works=Sides(planned, 0), wish=Sides(wish, 0)
     )
-    claims.add(claim)
+    reservations.add(reservation)
 
     def fits(cap: int) -> bool:
         spare = cap - planned
         return spare >= 0 and planned + more + min(wish, spare - spare // UNFORESEEN) <= cap
 
-    named = claims.works(Tier.DEVICE, more)
+    named = reservations.works(Tier.DEVICE, more)
     assert fits(named)
     assert not fits(named - 1)

@@ -41,9 +41,9 @@ def test_leaves_count_until_they_are_gone_whatever_takes_their_address() -> None
 
 def test_what_a_graph_reads_says_which_backwards_come_after_its_own() -> None:
     held, first, second, other = Activations(), tensor(), tensor(), tensor()
-    held.add([first], CPU, claims=frozenset({1, 2}))
-    held.add([second], CPU, given=storages_of([first]), claims=frozenset({3}))
-    held.add([other], CPU, claims=frozenset({4}))
+    held.add([first], CPU, reservations=frozenset({1, 2}))
+    held.add([second], CPU, given=storages_of([first]), reservations=frozenset({3}))
+    held.add([other], CPU, reservations=frozenset({4}))
     assert held.behind(storages_of([first])) == {1, 2}
     assert held.behind(storages_of([second, tensor()])) == {1, 2, 3}
     assert held.behind(storages_of([other])) == {4}

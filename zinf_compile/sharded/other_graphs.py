@@ -103,10 +103,10 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
         if trained:
             parts += [(unit.placement.grads, unit.gradient_numel, unit.reduce_dtype)] * 2
             parts += [(unit.placement.optimizer, unit.shard_numel, dtype) for dtype in states_of(unit)]
-    promised, known = resident(parts, topology), resident(own, topology)
+    to_come, known = resident(parts, topology), resident(own, topology)
     ledgers = (context.memory.ledger, context.memory.host_ledger)
     held = [sum(ledger.now()[kind] for kind in ("params", "grads", "states")) for ledger in ledgers]
-    return Sides(max(0, promised.device + known.device - held[0]), max(0, promised.host + known.host - held[1]))
+    return Sides(max(0, to_come.device + known.device - held[0]), max(0, to_come.host + known.host - held[1]))
 
 
 def copies_to_come(context: Context, but: Collection[Unit] = ()) -> int:
