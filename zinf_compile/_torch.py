@@ -6,6 +6,7 @@ Checked on 2.11.0, 2.13.0 and 2.15.0; each line says why a public name doesn't s
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -203,7 +204,9 @@ def by_backend_of_pytorch() -> bool:
     """Return, while Dynamo captures code that calls it, whether that is for a backend of PyTorch's own, such as Inductor."""
     backend = _innermost(InstructionTranslator.current_tx().output.compiler_fn)
     backend = getattr(backend, "compiler_fn", backend)
-    return re.match(r"torch(\._dynamo\.backends|\._inductor|$)", getattr(backend, "__module__", "")) is not None
+    while isinstance(backend, functools.partial):
+        backend = backend.func
+    return re.match(r"torch(\._dynamo\.(backends|eval_frame)|\._inductor|$)", getattr(backend, "__module__", "")) is not None
 
 
 def inside_dynamo() -> bool:

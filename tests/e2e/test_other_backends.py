@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.compile_fx import compile_fx
 
 BACKENDS = ["inductor", "aot_eager", "eager"]
 
@@ -74,6 +76,17 @@ def test_parameters_on_a_drive(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(penalty)(model, scale), penalty(reference, scale))
         torch.testing.assert_close(torch.compile(forward)(model, scale), forward(reference, scale))
+
+
+def test_a_partial_of_inductor_and_explain() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+    reference = copy.deepcopy(model)
+    trained(model, torch.ones(3, 6))
+    scale = torch.tensor(0.7)
+    backend = functools.partial(compile_fx, config_patches={"max_autotune": False})
+    torch.testing.assert_close(torch.compile(penalty, backend=backend)(model, scale), penalty(reference, scale))
+    assert torch._dynamo.explain(of_bias)(model, scale).graph_count == 0  # none that reads the parameter
 
 
 def test_one_whole_graph_is_refused() -> None:
