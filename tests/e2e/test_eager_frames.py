@@ -69,6 +69,48 @@ def test_a_step_between_reading_and_backward_changes_no_gradient(tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.init.uniform_,
+        nn.init.normal_,
+        nn.init.kaiming_uniform_,
+        lambda weight: nn.init.constant_(weight, 0.5),
+        lambda weight: torch.nn.functional.embedding(torch.tensor([1, 3]), weight, max_norm=0.1),
+    ],
+    ids=["uniform", "normal", "kaiming", "constant", "max_norm"],
+)
+def test_functions_that_write_by_themselves(change: Any, tmp_path: Path) -> None:
+    """PyTorch hands them over as one call, which records gradients, and they switch that off inside."""
+    model, weight = with_layer_on_drive(tmp_path)
+    wanted = zinf_compile.full_state_dict(model)["encoder.layers.0.up.weight"].clone()
+    for target in (weight, nn.Parameter(wanted)):
+        torch.manual_seed(3)
+        change(target)
+    found = zinf_compile.full_state_dict(model)["encoder.layers.0.up.weight"]
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+def test_a_parameter_beside_a_tensor_of_another_shape(tmp_path: Path) -> None:
+    model, _ = with_layer_on_drive(tmp_path)
+    encoder = model.encoder
+    assert isinstance(encoder, Encoder)
+    gain = encoder.layers[0].get_parameter("gain")
+    value = zinf_compile.full_state_dict(model)["encoder.layers.0.gain"].clone().requires_grad_()
+    x = torch.randn(4, 16)
+    for function in (lambda w: x * w, lambda w: w + x, lambda w: torch.where(x > 0, x, w)):
+        gain.grad = value.grad = None
+        found, expected = function(gain), function(value)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+        assert torch.equal(gain.grad.full_tensor(), value.grad)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            assert torch.equal(function(gain), expected)
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
 def test_gradients_of_gradients_are_refused(tmp_path: Path) -> None:
     _, weight = with_layer_on_drive(tmp_path)
     loss = torch.nn.functional.linear(torch.ones(2, 16), weight).square().sum()

@@ -12,15 +12,15 @@ from training import BACKEND
 
 
 class Layer(nn.Module):
-    """A residual layer."""
+    """A residual layer, whose output is scaled as LayerScale and RMSNorm do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(16, 16)
+        self.up, self.gain = nn.Linear(16, 16), nn.Parameter(torch.full((16,), 0.9))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x and its layer's output added up."""
-        out: torch.Tensor = x + self.up(x).relu()
+        out: torch.Tensor = x + self.gain * self.up(x).relu()
         return out
 
 

@@ -281,7 +281,8 @@ def _checked(parameter: Any, slot: ParameterSlot, context: Context) -> Unit | No
             )
     elif unit is not None:
         raise PartitionedParameterError(
-            f"the compiled model was called while {slot.name} is gathered: leave `with zinf_compile.gathered(...)` first"
+            f"the compiled model was called while {slot.name} is gathered: leave `with zinf_compile.gathered(...)` first, "
+            'or let its code run eagerly inside: `with torch.compiler.set_stance("force_eager"):`'
         )
     return unit
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_compile._frames import inside_compiled_call
 from zinf_compile.errors import RankMismatchError
 from zinf_compile.runtime.units.shard_layout import DenseLayout
 from zinf_compile.runtime.units.shard_values import DeviceShard, OffloadedGradientShard, ShardValues
@@ -31,7 +32,8 @@ def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardV
     if is_scalar(value):
         return None
     if value.shape != owner.shape or value.layout != torch.strided:
-        owner.refuse(operator, f"beside a tensor of shape {list(value.shape)} it would be broadcast")
+        loads = owner.unit.shard_group.size == 1 or inside_compiled_call()
+        owner.refuse(operator, f"beside a tensor of shape {list(value.shape)} it would be broadcast", answered_by_whole=loads)
     return DeviceShard(owner.unit, cut_whole(value, owner, operator))
 
 

@@ -37,6 +37,9 @@ _ON_OFFLOADED = (*_DETACHED, torch.Tensor.copy_)
 def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Perform an eager call of which an argument is a partitioned parameter, on shards or on whole values."""
     name = getattr(func, "__name__", str(func))
+    if getattr(func, "__module__", None) == "torch.nn.init" and "tensor" in kwargs:  # by name, and without a gradient
+        with torch.no_grad():
+            return answer_for_parameter(func, (kwargs["tensor"],), {key: kwargs[key] for key in kwargs if key != "tensor"})
     parameters = [p for p in tree_leaves((args, kwargs)) if isinstance(p, ShardedParameter)]
     unit = next((p._zinf_unit for p in parameters if not p._zinf_unit.at_hand), parameters[0]._zinf_unit)
     conversion = name in converting_methods() and args[0] is parameters[0]
@@ -132,10 +135,15 @@ def _on_whole(
             values[parameter] = parameter._zinf_unit.whole().detach().requires_grad_()  # PyTorch refuses it as any leaf
         else:
             values[parameter] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit, recorded=differentiate)
-    versions = {p: value._version for p, value in values.items() if p._zinf_unit.shard_group.size > 1}
+    versions = {p: v._version for p, v in values.items() if not p._zinf_unit.at_hand and type(v) is torch.Tensor}  # of copies
     result = call_on_values(func, args, kwargs, list(values.items()))
     for parameter, version in versions.items():
-        _reject_writes(func, parameter._zinf_unit, values[parameter], version, result)
+        if parameter._zinf_unit.shard_group.size > 1:
+            _reject_writes(func, parameter._zinf_unit, values[parameter], version, result)
+        elif values[parameter]._version != version:  # as an embedding with `max_norm` does
+            with torch.no_grad():
+                offloaded_value(parameter._zinf_unit).copy_(values[parameter])
+            torch.autograd.graph.increment_version(parameter)
     for parameter in changed:
         torch.autograd.graph.increment_version(parameter)
     values.clear()
@@ -189,7 +197,9 @@ def _value(unit: Unit, *, recorded: bool) -> torch.Tensor:
         return offloaded_value(unit)
     with torch.inference_mode(False), torch.no_grad():
         value = fetch(unit)
-        return unit.logical(value if unit.resident is None else value.clone())
+        value = unit.logical(value if unit.resident is None else value.clone())
+        alone = torch.empty(0, dtype=value.dtype, device=value.device)  # no view for autograd: a call may write to it
+        return alone.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
 
 class _Whole(torch.autograd.Function):
