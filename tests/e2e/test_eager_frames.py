@@ -69,6 +69,18 @@ def test_a_step_between_reading_and_backward_changes_no_gradient(tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+def test_a_value_that_autograd_keeps_is_counted_until_its_backward(tmp_path: Path) -> None:
+    _, weight = with_layer_on_drive(tmp_path)
+    assert isinstance(weight, ShardedParameter)
+    ledger = weight._zinf_unit.context.memory.ledger
+    before = ledger.now()["staging"]
+    loss = torch.nn.functional.linear(torch.ones(2, 16, requires_grad=True), weight).sum()
+    assert ledger.now()["staging"] == before + 16 * 16 * 4
+    loss.backward()
+    assert ledger.now()["staging"] == before
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
 @pytest.mark.parametrize(
     "change",
     [

@@ -199,7 +199,10 @@ def _value(unit: Unit, *, recorded: bool) -> torch.Tensor:
         value = fetch(unit)
         value = unit.logical(value if unit.resident is None else value.clone())
         alone = torch.empty(0, dtype=value.dtype, device=value.device)  # no view for autograd: a call may write to it
-        return alone.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        alone.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        del value
+        unit.context.memory.ledger.track("staging", alone)
+        return alone
 
 
 class _Whole(torch.autograd.Function):
