@@ -12,6 +12,7 @@ from zinf_compile._frames import calling_methods, inside_compiled_call
 from zinf_compile._torch import inside_ddp, limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
+from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.system.accelerator import converting_methods
 from zinf_compile.runtime.units.fetch import fetch
 from zinf_compile.runtime.units.swap import offload
@@ -197,12 +198,10 @@ def _value(unit: Unit, *, recorded: bool) -> torch.Tensor:
         return offloaded_value(unit)
     with torch.inference_mode(False), torch.no_grad():
         value = fetch(unit)
-        value = unit.logical(value if unit.resident is None else value.clone())
-        alone = torch.empty(0, dtype=value.dtype, device=value.device)  # no view for autograd: a call may write to it
-        alone.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
-        del value
-        unit.context.memory.ledger.track("staging", alone)
-        return alone
+        if value is unit.resident:
+            value = value.clone()
+            unit.context.memory.ledger.track("staging", value)
+        return with_own_storage(unit.logical(value))  # no view for autograd: a call may write to it
 
 
 class _Whole(torch.autograd.Function):
