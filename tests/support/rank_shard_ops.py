@@ -1,4 +1,4 @@
-"""What ranks do in test_shard_ops_ranks.py."""
+"""What ranks do in test_shard_ops_on_ranks.py."""
 
 from __future__ import annotations
 
