@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import time
@@ -17,7 +18,7 @@ from zinf_compile.runtime.system.filesystem import look_up
 
 from . import bench_io
 
-WIDTH = 2048
+NARROWEST, WIDEST = 256, 2048
 """Rows and columns of the products that are measured on the CPU; four times as many on an accelerator."""
 COPIED = 256 << 20
 SECONDS = 0.5
@@ -63,9 +64,18 @@ def measure_machine(name: str, *, nvme: str | None = None) -> Profile:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> float:
-    width = WIDTH if device.type == "cpu" else 4 * WIDTH
-    a, b = torch.randn(width, width, device=device).to(dtype), torch.randn(width, width, device=device).to(dtype)
-    return 2 * width**3 * _times(lambda: torch.mm(a, b), device)
+    """Return the FLOPs per second of the widest products of which one takes no longer than `SECONDS`.
+
+    A processor without kernels for bfloat16 reaches about a GFLOP per second in it: a product of `WIDEST` takes 20 seconds there.
+    """
+    scale = 1 if device.type == "cpu" else 4
+    width = scale * NARROWEST
+    while True:
+        a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+        product = functools.partial(torch.mm, a, b)
+        if width == scale * WIDEST or _times(product, device, seconds=0.0) < 8 / SECONDS:  # twice as wide takes 8 times as long
+            return 2 * width**3 * _times(product, device)
+        width *= 2
 
 
 def _copies(source: torch.device, end: torch.device) -> float:
@@ -77,18 +87,19 @@ def _copies(source: torch.device, end: torch.device) -> float:
     return COPIED * _times(lambda: tensors[1].copy_(tensors[0], non_blocking=pinned), accelerator)
 
 
-def _times(run: Callable[[], object], device: torch.device) -> float:
-    """Return how often something runs in a second, its best tenth of the time."""
+def _times(run: Callable[[], object], device: torch.device, *, seconds: float = SECONDS) -> float:
+    """Return how often something would run in a second: by the fastest of as many runs as fit in `seconds`, at least one."""
     wait = (lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device))
     run()
     wait()
-    began, best = time.perf_counter(), float("inf")
-    while time.perf_counter() - began < SECONDS:
+    best, ends = float("inf"), time.perf_counter() + seconds
+    while True:
         start = time.perf_counter()
         run()
         wait()
-        best = min(best, time.perf_counter() - start)
-    return 1 / best
+        best = min(best, (now := time.perf_counter()) - start)
+        if now >= ends:
+            return 1 / best
 
 
 def _host_bytes() -> int:
