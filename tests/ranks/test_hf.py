@@ -9,6 +9,7 @@ from pathlib import Path
 
 import accelerate
 import pytest
+import rank_generation
 import rank_hf
 from marks import more
 from rank_full_optimizer import ALL_ON_DRIVE, placed
@@ -49,6 +50,12 @@ def test_an_accelerator_trains_as_with_ddp_and_resumes_bit_by_bit(place: str, tm
 @pytest.mark.distributed
 def test_a_file_and_its_states_belong_together(tmp_path: Path) -> None:
     run_ranks(rank_hf.stopped_between, 2, str(tmp_path), placed(ALL_ON_DRIVE, str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_trainer_that_generates_evaluates_as_plain_models_do(tmp_path: Path) -> None:
+    run_ranks(rank_generation.generated_while_training, 2, str(tmp_path), {})
 
 
 def test_anything_else_is_refused() -> None:

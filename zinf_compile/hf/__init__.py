@@ -26,7 +26,7 @@ def adopt(trainer_or_accelerator: Adoptable) -> Adoptable:
     that belongs to it: a process killed at any moment leaves both of one checkpoint. While rank 0 writes a file the others wait,
     at most for option `timeout_s` of the backend. On several nodes all ranks must see the folder that rank 0 writes. peft's
     adapters, trainers with their own `_save` and pickled files need the whole model in rank 0's memory for saving; adapters
-    need it on each rank for loading.
+    need it on each rank for loading, and so does evaluation with `predict_with_generate` on several ranks, which runs uncompiled.
 
     Raises `TypeError` for anything else, `UnsupportedModelError` for an accelerator that is set up for FSDP, DeepSpeed or
     Megatron-LM.

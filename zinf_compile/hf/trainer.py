@@ -49,12 +49,14 @@ class _Adopted:
         self._load_optimizer = trainer._load_optimizer_and_scheduler
         self._load = trainer._load_from_checkpoint
         self._load_best = trainer._load_best_model
+        self._evaluation_loop = trainer.evaluation_loop
         trainer.create_accelerator_and_postprocess = self.create_accelerator
         trainer._save = self.save
         trainer._save_optimizer_and_scheduler = self.save_optimizer
         trainer._load_optimizer_and_scheduler = self.load_optimizer
         trainer._load_from_checkpoint = self.load
         trainer._load_best_model = self.load_best
+        trainer.evaluation_loop = self.evaluation_loop
 
     def create_accelerator(self) -> None:
         """Adopt the new accelerator too. A search of batch size or settings creates several."""
@@ -131,6 +133,17 @@ class _Adopted:
         """Load the best checkpoint's model."""
         trainer = self._trainer
         self._load_into(plain(trainer.model), trainer.state.best_model_checkpoint, self._load_best)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; on several ranks a model that generates is whole on each and runs uncompiled.
+
+        Generating calls parts of the model by themselves, and as often on each rank as its own sequences are long.
+        """
+        trainer = self._trainer
+        if not getattr(trainer.args, "predict_with_generate", False) or trainer.accelerator.num_processes == 1:
+            return self._evaluation_loop(*args, **kwargs)
+        with gathered(plain(trainer.model)), torch.compiler.set_stance("force_eager"):
+            return self._evaluation_loop(*args, **kwargs)
 
     def _load_into(self, model: Any, folder: str, otherwise: Any) -> None:
         """Load a full model one parameter at a time. Adapters need the whole model on each rank."""
