@@ -14,10 +14,12 @@ compute_to_come — An estimate of what graphs to come compute at once, for deci
 data_assignment — Changes of parameters whose values are on this process: arguments that a call changes, and
     `parameter.data = value`.
 dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.
-eager_collectives — Collectives for parameters that eager code of a forward uses on several ranks: a gather, and the
-    reduction of its gradient.
+eager_collectives — Collectives for what eager code of a forward uses whole on several ranks: a gather, and the reduction of
+    its gradient.
 eligibility — Eligibility of parameters for partitioning: dense, real, of `torch.nn.Parameter`'s own class.
 fit — By how much the graphs of a step exceed the caps, at homes of parameters and with some saved values away.
+gathered_copies — Copies of whole values that eager calls are given: what such a call writes to one, or to a view of one,
+    would be lost.
 gradient — The gradient of a partitioned parameter: autograd sees the logical shape, each rank holds its reduced shard.
 gradient_norms — Norms of whole gradients from the shards of all ranks, for all gradients of a model in one exchange.
 gradient_ops — Operators on gradients: element by element on the shards, norms and reductions over all ranks, the rest on a
@@ -73,7 +75,7 @@ unpartitioned — Parameters of a partitioned model that no graph uses: whole on
 unpartitioned_report — Report at the first step of what is whole on every rank: parameters that no compiled graph uses,
     and their states.
 unplanned — Units that were made before any graph: nothing has planned for their gradients and updates yet.
-whole_values — Calls that need the whole value of a parameter off the device, on one process: it is loaded for them.
+whole_values — Calls that need whole values of partitioned tensors: they are loaded or gathered, where that is possible.
 """
 
 from . import dispatch as dispatch

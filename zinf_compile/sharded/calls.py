@@ -13,7 +13,7 @@ from zinf_compile.runtime.context import Context
 
 from .gradient import ShardedGradient
 from .metadata_calls import METADATA
-from .operands import is_scalar
+from .operands import has_whole_values, is_scalar
 from .partition_alike import partition_targets
 from .tensor import ShardedTensor, first_sharded, is_refusal, reads_memory
 from .whole_values import on_whole_values
@@ -85,7 +85,8 @@ def _reject_differentiable(name: str, owner: ShardedTensor, args: Sequence[Any],
             )
         whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor | ShardedGradient)
         if whole and value.requires_grad and not is_scalar(value) and value.shape == owner.shape:
-            owner.refuse(name, "beside a whole tensor that requires grad, whose gradient would be spread over the ranks")
+            because = "beside a whole tensor that requires grad, whose gradient would be spread over the ranks"
+            owner.refuse(name, because, answered_by_whole=has_whole_values(owner.unit))
 
 
 def _may_record(name: str) -> bool:

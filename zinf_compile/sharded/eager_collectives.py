@@ -1,4 +1,4 @@
-"""Collectives for parameters that eager code of a forward uses on several ranks: a gather, and the reduction of its gradient.
+"""Collectives for what eager code of a forward uses whole on several ranks: a gather, and the reduction of its gradient.
 
 Dynamo runs some forwards eagerly, as those with a graph break in a loop, and a parameter that such code uses may be partitioned
 by another graph. Eager code has no schedule: ranks compare each of these operations before it begins, so that ranks whose code
@@ -11,9 +11,12 @@ from __future__ import annotations
 import torch
 
 from zinf_compile.errors import BudgetError
+from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.units.fetch import reserve
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
+
+from .tensor import ShardedTensor
 
 
 def gather_for_eager(unit: Unit) -> torch.Tensor:
@@ -28,6 +31,18 @@ def gather_for_eager(unit: Unit) -> torch.Tensor:
         gather_whole(unit, shard, full, what)
     ledger.track("gathered", full)
     return unit.logical(full)
+
+
+def gather_alike(tensor: ShardedTensor) -> torch.Tensor:
+    """Return a whole copy of what is partitioned like a unit, on every rank. Raises as `gather_for_eager`. Collective."""
+    unit = tensor.unit
+    what = f"gathering a tensor partitioned like {unit.name}, unit {unit.serial}, for eager code of a forward"
+    ledger = unit.context.memory.ledger
+    with unit.ranks.fail_together(what, elsewhere=BudgetError(f"{what} failed on another rank, see there")):
+        reserve(unit, ledger)
+    full = tensor.full_tensor()
+    ledger.track("gathered", full)
+    return with_own_storage(full)  # no view for autograd: its own storage's place tells views of it from others
 
 
 def reduce_for_eager(unit: Unit, flat: torch.Tensor) -> torch.Tensor:

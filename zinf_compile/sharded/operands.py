@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -32,9 +33,20 @@ def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardV
     if is_scalar(value):
         return None
     if value.shape != owner.shape or value.layout != torch.strided:
-        loads = owner.unit.shard_group.size == 1 or inside_compiled_call()
-        owner.refuse(operator, f"beside a tensor of shape {list(value.shape)} it would be broadcast", answered_by_whole=loads)
+        because = f"beside a tensor of shape {list(value.shape)} it would be broadcast"
+        owner.refuse(operator, because, answered_by_whole=has_whole_values(owner.unit))
+    if owner.unit.shard_group.size > 1 and not operator.endswith("_") and inside_compiled_call():
+        owner.refuse(operator, "activations, beside which it stands, differ from rank to rank", answered_by_whole=True)
     return DeviceShard(owner.unit, cut_whole(value, owner, operator))
+
+
+def has_whole_values(unit: Unit) -> bool:
+    """Say whether whole values may be made of what is partitioned like `unit`: on one rank, or inside a compiled call.
+
+    Dynamo leaves parts of some forwards to eager code, as those with a graph break in a loop. All ranks call what is compiled;
+    what else reads a parameter may be the code of one rank alone.
+    """
+    return unit.shard_group.size == 1 or inside_compiled_call()
 
 
 def gradient_values(gradient: ShardedGradient) -> ShardValues:
@@ -80,12 +92,16 @@ def cut(flat: torch.Tensor, unit: Unit) -> torch.Tensor:
 def _check_alike(unit: Unit, shape: Sequence[int], stride: Sequence[int], owner: ShardedTensor, operator: str) -> None:
     own = owner.unit
     if tuple(shape) != tuple(owner.shape):
-        owner.refuse(operator, f"beside one partitioned like {unit.name}, of shape {list(shape)}, it would be broadcast")
+        _refuse(owner, operator, f"beside one partitioned like {unit.name}, of shape {list(shape)}, it would be broadcast")
     strides = [(a, b) for a, b, size in zip(stride, owner.stride(), shape, strict=True) if size > 1]
     if any(a != b for a, b in strides):
-        owner.refuse(operator, f"one partitioned like {unit.name} lies in memory in another order")
+        _refuse(owner, operator, f"one partitioned like {unit.name} lies in memory in another order")
     if unit.spans != own.spans or _ranks_differ(unit, own):
-        owner.refuse(operator, f"one partitioned like {unit.name} is cut otherwise, or over other ranks")
+        _refuse(owner, operator, f"one partitioned like {unit.name} is cut otherwise, or over other ranks")
+
+
+def _refuse(owner: ShardedTensor, operator: str, because: str) -> NoReturn:
+    owner.refuse(operator, because, answered_by_whole=has_whole_values(owner.unit) and not operator.endswith("_"))
 
 
 def _ranks_differ(one: Unit, other: Unit) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from zinf_compile._frames import calling_methods, inside_compiled_call
+from zinf_compile._frames import calling_methods
 from zinf_compile._torch import inside_ddp, limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
@@ -21,10 +21,12 @@ from zinf_compile.runtime.units.unit import Unit
 from .call_names import call_name
 from .data_assignment import changed_parameters, reject_reshape
 from .eager_collectives import gather_for_eager, reduce_for_eager
+from .gathered_copies import changed_or_viewed, inference_copy, read_only, versions
 from .gradient import ShardedGradient
 from .hollow_calls import answer_assignment, call_on_values
 from .metadata_calls import converts_nothing
 from .offloaded_value import value_of as offloaded_value
+from .operands import has_whole_values
 from .parameter import ShardedParameter, assign_data, check_assignable, unit_of
 from .parameter_ops import on_shards
 from .recompile_limit import warn_of_eager_frame
@@ -136,15 +138,18 @@ def _on_whole(
             values[parameter] = parameter._zinf_unit.whole().detach().requires_grad_()  # PyTorch refuses it as any leaf
         else:
             values[parameter] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit, recorded=differentiate)
-    versions = {p: v._version for p, v in values.items() if not p._zinf_unit.at_hand and type(v) is torch.Tensor}  # of copies
+    copies = {p: v for p, v in values.items() if not p._zinf_unit.at_hand and type(v) is torch.Tensor}
+    before = versions(list(copies.values()))
     result = call_on_values(func, args, kwargs, list(values.items()))
-    for parameter, version in versions.items():
+    for (parameter, copy), version in zip(copies.items(), before, strict=True):
         if parameter._zinf_unit.shard_group.size > 1:
-            _reject_writes(func, parameter._zinf_unit, values[parameter], version, result)
-        elif values[parameter]._version != version:  # as an embedding with `max_norm` does
+            if changed_or_viewed(copy, version, result):
+                _refuse_change(func, parameter._zinf_unit)
+        elif copy._version != version:  # as an embedding with `max_norm` does
             with torch.no_grad():
-                offloaded_value(parameter._zinf_unit).copy_(values[parameter])
+                offloaded_value(parameter._zinf_unit).copy_(copy)
             torch.autograd.graph.increment_version(parameter)
+    result = read_only(result, list(copies.values()))
     for parameter in changed:
         torch.autograd.graph.increment_version(parameter)
     values.clear()
@@ -164,25 +169,15 @@ def _are_offloaded(func: Callable[..., Any], parameters: Sequence[ShardedParamet
 
 
 def _may_gather(parameters: Sequence[ShardedParameter]) -> bool:
-    """Say whether whole values may be made of parameters that aren't at hand: on one rank, or inside a compiled call.
-
-    Dynamo leaves parts of some forwards to eager code, as those with a graph break in a loop. All ranks call what is compiled;
-    what else reads a parameter may be the code of one rank alone.
-    """
-    if inside_ddp():  # which the package takes the place of
-        return False
-    return all(p._zinf_unit.shard_group.size == 1 for p in parameters) or inside_compiled_call()
+    """Say whether whole values may be made of parameters that aren't at hand."""
+    return not inside_ddp() and all(has_whole_values(p._zinf_unit) for p in parameters)  # DDP is what the package replaces
 
 
-def _reject_writes(func: Callable[..., Any], unit: Unit, value: torch.Tensor, version: int, result: Any) -> None:
-    """Raise where a call has changed a gathered copy of this version, or returns a view of it, which others could change."""
-    place = value.untyped_storage().data_ptr()
-    views = [v for v in tree_leaves(result) if type(v) is torch.Tensor and v.untyped_storage().data_ptr() == place]
-    if views or value._version != version:
-        raise PartitionedParameterError(
-            f"{call_name(func)} changes parameter {unit.name}, shape {list(unit.shape)}, or returns memory of it, but "
-            f"{_place(unit)}, use `with zinf_compile.gathered(model, write=True):` to change it"
-        )
+def _refuse_change(func: Callable[..., Any], unit: Unit) -> NoReturn:
+    raise PartitionedParameterError(
+        f"{call_name(func)} changes parameter {unit.name}, shape {list(unit.shape)}, or returns memory of it, but "
+        f"{_place(unit)}, use `with zinf_compile.gathered(model, write=True):` to change it"
+    )
 
 
 def _value(unit: Unit, *, recorded: bool) -> torch.Tensor:
@@ -193,7 +188,7 @@ def _value(unit: Unit, *, recorded: bool) -> torch.Tensor:
     if unit.at_hand:
         return unit.whole().detach()
     if unit.shard_group.size > 1:
-        return gather_for_eager(unit)
+        return gather_for_eager(unit) if recorded else inference_copy(partial(gather_for_eager, unit))
     if not recorded:
         return offloaded_value(unit)
     with torch.inference_mode(False), torch.no_grad():

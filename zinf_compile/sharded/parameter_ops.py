@@ -68,6 +68,7 @@ def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         if id(parameter) not in values:
             values[id(parameter)] = _Values.apply(parameter) if needs_grad else parameter_values(units[id(parameter)])
+            values[id(parameter)].answered_by_parameter = True
 
     def value_of(item: Any) -> Any:
         return values.get(id(item), item) if isinstance(item, torch.Tensor) else item

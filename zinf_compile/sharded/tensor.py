@@ -51,6 +51,8 @@ class ShardedTensor(torch.Tensor):
 
     lost_gradient = False
     """Whether a tensor that requires grad was copied to it: what is computed from it would lack that one's gradient."""
+    answered_by_parameter = False
+    """Whether it stands in a call for a parameter, which loads or gathers its values itself where the call needs them whole."""
     _unit: Unit
     _shard_values: ShardValues
     _answer: ClassVar[Callable[..., Any]]

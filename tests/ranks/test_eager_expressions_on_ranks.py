@@ -1,0 +1,28 @@
+"""Eager code of forwards that computes from parameters which are spread over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import rank_eager_expressions
+from rank_full_optimizer import ALL_ON_DRIVE, placed
+from ranks import run_ranks
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (3, {}), (2, ALL_ON_DRIVE)], ids=["2 ranks", "3 ranks", "on a drive"])
+def test_what_is_computed_from_parameters_trains_as_in_eager(world: int, options: Any, tmp_path: Any) -> None:
+    run_ranks(rank_eager_expressions.train, world, placed(options, str(tmp_path)))
+
+
+@pytest.mark.distributed
+def test_writes_to_what_was_gathered_are_refused() -> None:
+    for errors in run_ranks(rank_eager_expressions.write, 2):
+        of_view, of_product, without_gradients, in_place = errors
+        assert "is a view and is being modified inplace" in of_view
+        assert "is a view and is being modified inplace" in of_product
+        assert "Inplace update to inference tensor" in without_gradients
+        assert "dropout() reads a tensor partitioned like parameter inner.long" in in_place
+        assert "it changes values that were gathered for it" in in_place

@@ -1,0 +1,93 @@
+"""A model whose forward computes from its parameters in eager code while it trains: transposes, slices, products of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from training import BACKEND
+
+import zinf_compile
+
+ROWS, WIDTH, STEPS = 4, 6, 3
+
+
+class Expressions(nn.Module):
+    """Layers that a loop with a draw keeps from being compiled, between two that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        loss: torch.Tensor = self.out(self.inner(self.head(x))).square().mean()
+        return loss
+
+
+class Inner(nn.Module):
+    """Uses of a parameter that need whole values, some of them behind others that don't.
+
+    `besides`: a function of a parameter that each forward of training calls; None: none.
+    """
+
+    besides: Callable[[nn.Parameter], object] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.beside, self.long = nn.Parameter(torch.randn(ROWS, WIDTH)), nn.Parameter(torch.randn(2 * ROWS + 1, WIDTH))
+        self.scale = nn.Parameter(torch.rand(ROWS, WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of x's shape."""
+        for _ in range(2):
+            draw = torch.rand([])
+            if self.training and draw > 2:
+                continue
+            if self.training and self.besides is not None:
+                self.besides(self.long)
+            x = x + self.beside  # of the activation's own shape
+            x = x * (self.scale * 2) + self.long[1 : ROWS + 1]
+            x = x @ self.weight.t() + x @ (self.weight * 0.5)
+            x = nn.functional.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True))
+            x = x * self.beside.exp() + (self.weight + self.weight.t()).softmax(0)[:ROWS]
+            x = torch.tanh(x)
+        return x
+
+
+def trained(world: int, rank: int, options: dict[str, Any] | None) -> tuple[list[float], list[torch.Tensor]]:
+    """Train on one batch a rank, after an evaluation, which captures all of the model; return losses and, on rank 0, values.
+
+    `options`: None trains eager PyTorch on the mean of all ranks' losses. Losses are those of `rank`.
+    """
+    torch.manual_seed(0)
+    model = Expressions()
+    if options is not None:
+        model.compile(backend=BACKEND, options=options)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model.eval()
+    with torch.no_grad():
+        model(_batch(0, rank))
+    model.train()
+    losses = []
+    for step in range(STEPS):
+        if options is not None:
+            loss = own = model(_batch(step, rank))
+        else:
+            each = torch.stack([model(_batch(step, other)) for other in range(world)])
+            loss, own = each.mean(), each[rank]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(own.item())
+    with torch.no_grad():
+        losses.append(model(_batch(STEPS, rank)).item())
+    return losses, list(zinf_compile.full_state_dict(model).values())
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
