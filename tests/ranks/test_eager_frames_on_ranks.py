@@ -39,3 +39,10 @@ def test_no_room_on_one_rank_is_every_ranks_error() -> None:
     first, second = run_ranks(rank_eager_frames.without_room, 2)
     assert "failed on another rank, see there" in first
     assert "takes N bytes whole" in second or "takes N,N bytes whole" in second
+
+
+@pytest.mark.distributed
+def test_a_module_that_is_called_uncompiled_is_named() -> None:
+    for of_copy, of_part in run_ranks(rank_eager_frames.call_a_copy, 2):
+        assert "outside a compiled graph (Model is called uncompiled: call what torch.compile() returned, or " in of_copy
+        assert "(Encoder is called uncompiled" in of_part

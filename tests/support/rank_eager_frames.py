@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
+import pytest
 import torch
 from layerdrop import Encoder, trained, values_of
+from training import BACKEND
 
 import zinf_compile
 
@@ -40,6 +43,19 @@ def read_alone(rank: int, world: int) -> str:
     except zinf_compile.PartitionedParameterError as error:
         return str(error)
     return ""
+
+
+def call_a_copy(rank: int, world: int) -> tuple[str, str]:
+    """Call a deep copy, and the model's own encoder, both uncompiled; return the errors. Then call the copy compiled."""
+    _, model = trained({}, evaluate=True)
+    twin, x, errors = copy.deepcopy(model).eval(), torch.ones(4, 8), []
+    for uncompiled in (lambda: twin(x), lambda: model.encoder(torch.ones(4, 16))):
+        with pytest.raises(zinf_compile.PartitionedParameterError) as caught:
+            uncompiled()
+        errors.append(str(caught.value))
+    twin.compile(backend=BACKEND)
+    assert twin(x).item() == model.eval()(x).item()
+    return errors[0], errors[1]
 
 
 def without_room(rank: int, world: int) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from zinf_compile._frames import calling_methods
 from zinf_compile._torch import inside_ddp, limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
@@ -79,12 +80,20 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
         _reject_optimizer(unit, call_name(func))
     if not unit.at_hand and (changed_parameters(name, args, kwargs) or not _may_gather(parameters)):
         raise PartitionedParameterError(
-            f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but "
-            f"{_place(unit)}, use `with zinf_compile.gathered(model):` to read it (write=True to change it), "
-            "zinf_compile.full_state_dict(model) to save and load_full_state_dict to load; wrapping the model in DDP or FSDP is "
-            "neither possible nor needed (where accelerate or transformers' Trainer does: zinf_compile.hf.adopt)"
+            f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph"
+            f"{_called_uncompiled()}, but {_place(unit)}, use `with zinf_compile.gathered(model):` to read it (write=True to "
+            "change it), zinf_compile.full_state_dict(model) to save and load_full_state_dict to load; wrapping the model in DDP "
+            "or FSDP is neither possible nor needed (where accelerate or transformers' Trainer does: zinf_compile.hf.adopt)"
         )
     return _on_whole(func, name, parameters, args, kwargs)
+
+
+def _called_uncompiled() -> str:
+    """Name the outermost module that is called, not through what is compiled, and say what to call; empty where none is."""
+    called = [caller for caller, method in calling_methods() if isinstance(caller, nn.Module) and method == "_call_impl"]
+    if not called:
+        return ""
+    return f" ({type(called[-1]).__name__} is called uncompiled: call what torch.compile() returned, or call its compile() first)"
 
 
 def _place(unit: Unit) -> str:
