@@ -38,6 +38,10 @@ class _EndsAt(hf.LogitsProcessor):  # type: ignore[misc]
         return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([1]), 0.0)
 
 
+def _tokens(prediction: hf.EvalPrediction) -> dict[str, float]:
+    return {"tokens": float((prediction.predictions != 0).sum())}
+
+
 def _trainer(model: Any, folder: str, *, evaluates: bool) -> hf.Seq2SeqTrainer:
     arguments = hf.Seq2SeqTrainingArguments(
         output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2, per_device_eval_batch_size=3, logging_steps=1,
@@ -45,7 +49,8 @@ def _trainer(model: Any, folder: str, *, evaluates: bool) -> hf.Seq2SeqTrainer:
         generation_max_length=LONGEST, learning_rate=0.01, optim="adamw_torch_fused", use_cpu=True, report_to=[],
         disable_tqdm=True, seed=3, dataloader_pin_memory=False,
     )  # fmt: skip
-    return hf.Seq2SeqTrainer(model=model, args=arguments, train_dataset=Words(), eval_dataset=Words())
+    metrics = _tokens if evaluates else None  # without them an evaluation generates nothing
+    return hf.Seq2SeqTrainer(model=model, args=arguments, train_dataset=Words(), eval_dataset=Words(), compute_metrics=metrics)
 
 
 def generated_while_training(rank: int, world: int, folder: str, options: dict[str, Any]) -> None:
@@ -57,13 +62,13 @@ def generated_while_training(rank: int, world: int, folder: str, options: dict[s
         model = _model()
         model.compile(backend=BACKEND, options=options)
         trainer = zinf_compile.hf.adopt(_trainer(model, folder, evaluates=evaluates))
-        if evaluates:
-            assert "eval_loss" in trainer.evaluate()  # before the first step, with nothing partitioned yet
+        found = trainer.evaluate()  # before the first step, with nothing partitioned yet
+        assert ("eval_tokens" in found) == evaluates
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert losses[0] == losses[1]
     assert len(losses[0]) == STEPS
-    assert sum("eval_loss" in entry for entry in trainer.state.log_history) == STEPS // 2
+    assert sum("eval_tokens" in entry for entry in trainer.state.log_history) == STEPS // 2
 
     ends = _EndsAt(SHORTEST if rank == 0 else LONGEST)
     ours = trainer.predict(Words(), logits_processor=hf.LogitsProcessorList([ends]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -134,16 +135,21 @@ class _Adopted:
         trainer = self._trainer
         self._load_into(plain(trainer.model), trainer.state.best_model_checkpoint, self._load_best)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, **rest: Any) -> Any:
         """Evaluate; on several ranks a model that generates is whole on each and runs uncompiled.
 
         Generating calls parts of the model by themselves, and as often on each rank as its own sequences are long.
         """
-        trainer = self._trainer
-        if not getattr(trainer.args, "predict_with_generate", False) or trainer.accelerator.num_processes == 1:
-            return self._evaluation_loop(*args, **kwargs)
-        with gathered(plain(trainer.model)), torch.compiler.set_stance("force_eager"):
-            return self._evaluation_loop(*args, **kwargs)
+        trainer, settings = self._trainer, self._trainer.args
+        loss_only = settings.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        converts = settings.fp16_full_eval or settings.bf16_full_eval  # which a partitioned model refuses by name
+        generates = getattr(settings, "predict_with_generate", False) and not loss_only and not converts
+        whole = generates and trainer.accelerator.num_processes > 1
+        with contextlib.ExitStack() as stack:
+            if whole:
+                stack.enter_context(gathered(plain(trainer.model)))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            return self._evaluation_loop(dataloader, description, prediction_loss_only, **rest)
 
     def _load_into(self, model: Any, folder: str, otherwise: Any) -> None:
         """Load a full model one parameter at a time. Adapters need the whole model on each rank."""
