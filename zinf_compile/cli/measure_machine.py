@@ -73,7 +73,9 @@ def _products(device: torch.device, dtype: torch.dtype) -> float:
     while True:
         a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
         product = functools.partial(torch.mm, a, b)
-        if width == scale * WIDEST or _times(product, device, seconds=0.0) < 8 / SECONDS:  # twice as wide takes 8 times as long
+        if (
+            width == scale * WIDEST or _times(product, device, seconds=SECONDS / 10) < 8 / SECONDS
+        ):  # twice as wide takes 8 times as long
             return 2 * width**3 * _times(product, device)
         width *= 2
 
