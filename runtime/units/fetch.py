@@ -106,31 +106,33 @@ def largest_bytes(context: Context) -> int:
     return largest
 
 
-def shortage(unit: Unit, ledger: Ledger) -> str:
-    """Describe by how much a value exceeds a cap; empty where it fits."""
+def shortage(unit: Unit, ledger: Ledger, size: int | None = None) -> str:
+    """Describe by how much a value exceeds a cap; empty where it fits. `size`: its bytes; None: those of the unit."""
     context = unit.context
-    if context.memory.has_room(ledger, unit.bytes):
+    size = unit.bytes if size is None else size
+    if context.memory.has_room(ledger, size):
         return ""
     on_device = ledger is context.memory.ledger
     cap = context.memory.reservations.device_cap if on_device else context.memory.reservations.host_cap
     held = ledger.total()[0]
     option = "device_memory" if on_device else "host_memory (for each rank of a node)"
-    least = context.memory.least_cap(ledger, unit.bytes)
+    least = context.memory.least_cap(ledger, size)
     return (
-        f"parameter {unit.name} takes {unit.bytes:,} bytes whole; {held:,} are held beside it and {cap:,} are allowed. The "
+        f"parameter {unit.name} takes {size:,} bytes whole; {held:,} are held beside it and {cap:,} are allowed. The "
         f"smallest {option} that works is {least:,}"
     )
 
 
-def reserve(unit: Unit, ledger: Ledger) -> None:
-    """Make room for one value; raise `BudgetError` where there is none."""
+def reserve(unit: Unit, ledger: Ledger, size: int | None = None) -> None:
+    """Make room for one value; raise `BudgetError` where there is none. `size`: its bytes; None: those of the unit."""
     context = unit.context
-    context.memory.make_room(ledger, unit.bytes)
-    if context.memory.has_room(ledger, unit.bytes):
+    needed = unit.bytes if size is None else size
+    context.memory.make_room(ledger, needed)
+    if context.memory.has_room(ledger, needed):
         return
     unit.wait_updated()  # a step that goes on holds chunks
     gc.collect()
-    if short := shortage(unit, ledger):
+    if short := shortage(unit, ledger, needed):
         raise BudgetError(f"{short}. Drop what was read before and is still referred to, or raise the cap")
 
 

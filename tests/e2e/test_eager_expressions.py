@@ -10,9 +10,11 @@ import pytest
 import torch
 from models import IN, Mlp
 from stepped_pairs import Pair
-from torch import nn
-from training import assert_same, whole_gradient
+from torch.nn import functional as F
+from training import assert_same, in_place, whole_gradient
 from twin_models import whole
+
+from zinf_compile.errors import PartitionedParameterError
 
 pytestmark = [pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"), pytest.mark.keeps_graphs]
 
@@ -20,7 +22,7 @@ EXPRESSIONS: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "beside its own shape": lambda w, x: x + w,
     "beside its own shape, behind another": lambda w, x: w * 2 + x,
     "transposed": lambda w, x: w.t() @ x,
-    "scaled": lambda w, x: nn.functional.linear(x, w * 0.5),
+    "scaled": lambda w, x: F.linear(x, w * 0.5),
     "symmetric": lambda w, x: w + w.t(),
     "rows": lambda w, x: w[1:3] * x[1:3],
     "rows of a product": lambda w, x: (w * 2)[1:3] * x[1:3],
@@ -29,6 +31,10 @@ EXPRESSIONS: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "mean of columns": lambda w, x: (w * 2).mean(0) * x,
     "softmax": lambda w, x: w.exp().softmax(0) + x,
     "normalized rows": lambda w, x: w / w.norm(dim=1, keepdim=True) @ x,
+    "times a number of one more dimension": lambda w, x: w * torch.full((1, 1, 1), 2.0) + x,
+    "added in place": lambda w, x: (x * 1).add_(w).mul_(w * 2),
+    "broadcast, added in place": lambda w, x: x.expand(2, IN, IN).clone().add_(w * 2),
+    "multiplied in place": lambda w, x: x.detach().clone().addmm_(x, w),
     "beside others": lambda w, x: torch.cat([w * 2, w, x, w.t()]),
 }
 
@@ -54,6 +60,29 @@ def test_an_expression_and_its_gradients(expression: Callable[[Any, Any], Any], 
             assert_same(name, one, other)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.softplus, F.leaky_relu, F.elu, F.celu, F.selu, F.hardtanh, F.relu6, F.mish, F.hardsigmoid, F.hardshrink, F.softshrink,
+        F.hardswish, F.gelu, F.silu, F.logsigmoid, torch.erf, torch.abs, torch.expm1, torch.sign,
+    ],
+    ids=lambda function: function.__name__,
+)  # fmt: skip
+def test_functions_of_single_elements_and_their_gradients(function: Callable[[Any], Any], drive: Path) -> None:
+    pair = Pair(drive, build=lambda: Mlp(IN))
+    x = torch.randn(3, IN)
+    pair.each(lambda model, _: (x @ function(model.first.weight * 0.7)).square().sum().backward())
+
+
+def test_without_values_elsewhere_results_need_no_storage() -> None:
+    model = in_place(Mlp(IN))
+    model(torch.randn(3, IN), torch.randn(3, 5)).backward()
+    weight, x = model.get_parameter("first.weight"), torch.randn(3, IN)
+    assert torch.equal(weight.to_sparse().to_dense(), weight)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(lambda row: F.linear(row, weight))(x), F.linear(x, weight))
+
+
 def test_a_view_of_a_copy_is_not_written_to(drive: Path) -> None:
     pair = Pair(drive, build=lambda: Mlp(IN))
     weight = pair.ours.get_parameter("first.weight")
@@ -64,3 +93,5 @@ def test_a_view_of_a_copy_is_not_written_to(drive: Path) -> None:
             view.zero_()
         with pytest.raises(RuntimeError, match=r"has been modified inplace"):
             view.sum().backward()
+    with torch.inference_mode(), pytest.raises(PartitionedParameterError, match=r"returns a part of a copy"):
+        (weight * 2)[1:3]

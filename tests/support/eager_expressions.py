@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from training import BACKEND
 
 import zinf_compile
@@ -53,9 +54,13 @@ class Inner(nn.Module):
             x = x + self.beside  # of the activation's own shape
             x = x * (self.scale * 2) + self.long[1 : ROWS + 1]
             x = x @ self.weight.t() + x @ (self.weight * 0.5)
-            x = nn.functional.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True))
+            x = F.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True))
             x = x * self.beside.exp() + (self.weight + self.weight.t()).softmax(0)[:ROWS]
-            x = torch.tanh(x)
+            gate = x.mean().sigmoid()  # each rank's own
+            x = x @ (self.weight * gate) + torch.where(x.mean() > 0, self.beside, self.beside * (1 - gate))
+            changed = x.detach().clone()
+            changed += self.scale
+            x = torch.tanh(x + changed.mul_(self.scale) + F.softplus(self.weight)[:ROWS])
         return x
 
 

@@ -26,11 +26,18 @@ def _zeroed_without_gradients(parameter: nn.Parameter) -> None:
         parameter[1:3].zero_()
 
 
+def _zeroed_in_inference_mode(parameter: nn.Parameter) -> None:
+    with torch.inference_mode():
+        parameter[1:3].zero_()
+
+
 WRITES = (
     lambda p: p[1:3].zero_(),
     lambda p: (p * 2)[1:3].zero_(),
     _zeroed_without_gradients,
     lambda p: nn.functional.dropout(p * 2, inplace=True),
+    _zeroed_in_inference_mode,
+    lambda p: p.detach()[1:3],
 )
 """Writes to copies, or to parts of them, which would be lost."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zinf_compile._frames import inside_compiled_call
 from zinf_compile._torch import no_torch_function, tree_leaves
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
@@ -14,10 +15,12 @@ from zinf_compile.runtime.context import Context
 from .gradient import ShardedGradient
 from .metadata_calls import METADATA
 from .operands import has_whole_values, is_scalar
+from .operators import is_elementwise
 from .partition_alike import partition_targets
 from .tensor import ShardedTensor, first_sharded, is_refusal, reads_memory
 from .whole_values import on_whole_values
 
+_PARTITIONED = (ShardedTensor, ShardedGradient)
 _AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv"))
 
 
@@ -39,9 +42,11 @@ def _call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     if reads_memory(name):
         owner.refuse(name)
     if name not in ("__get__", "__set__"):
-        partition_targets(name, written(name, args, kwargs), args, kwargs)
+        if not _mixes_elements(name):
+            partition_targets(name, written(name, args, kwargs), args, kwargs)
         if name == "copy_":
             args = _without_gradient(args)
+        _reject_activations(name, owner, args, kwargs)
         _reject_differentiable(name, owner, args, kwargs)
     with no_torch_function():
         result = func(*args, **kwargs)
@@ -50,6 +55,12 @@ def _call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     if isinstance(result, (list, tuple)):
         return type(result)(_shared(value, owner, name) for value in result)
     return _shared(result, owner, name)
+
+
+def _mixes_elements(name: str) -> bool:
+    """Say whether this is the name of an operator that changes a tensor in place by more than single elements, as `addmm_`."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place and hasattr(torch.ops.aten, name.rstrip("_")) and not is_elementwise(name)
 
 
 def written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -72,6 +83,17 @@ def _without_gradient(args: Sequence[Any]) -> Sequence[Any]:
     partitioned = isinstance(rest[0], ShardedTensor | ShardedGradient)
     target.lost_gradient = torch.is_grad_enabled() and rest[0].requires_grad and not partitioned
     return (target, rest[0].detach(), *rest[1:]) if target.lost_gradient else args
+
+
+def _reject_activations(name: str, owner: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Leave to whole values what a forward computes, on several ranks, beside a whole tensor: scalars of its own differ, too."""
+    if owner.unit.shard_group.size == 1 or name in METADATA:
+        return
+    beside = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and not isinstance(t, _PARTITIONED)]
+    if not beside or any(isinstance(target, _PARTITIONED) for target in written(name, args, kwargs)):
+        return
+    if inside_compiled_call():
+        owner.refuse(name, "activations, beside which it stands, differ from rank to rank", answered_by_whole=True)
 
 
 def _reject_differentiable(name: str, owner: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from zinf_compile.errors import BudgetError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.units.fetch import reserve
 from zinf_compile.runtime.units.unit import Unit
@@ -39,10 +40,11 @@ def gather_alike(tensor: ShardedTensor) -> torch.Tensor:
     what = f"gathering a tensor partitioned like {unit.name}, unit {unit.serial}, for eager code of a forward"
     ledger = unit.context.memory.ledger
     with unit.ranks.fail_together(what, elsewhere=BudgetError(f"{what} failed on another rank, see there")):
-        reserve(unit, ledger)
+        reserve(unit, ledger, format_of(tensor.dtype).bytes(tensor.numel()))
     full = tensor.full_tensor()
     ledger.track("gathered", full)
-    return with_own_storage(full)  # no view for autograd: its own storage's place tells views of it from others
+    with torch.inference_mode(False):
+        return with_own_storage(full)  # no view for autograd
 
 
 def reduce_for_eager(unit: Unit, flat: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Copies of whole values that eager calls are given: what such a call writes to one, or to a view of one, would be lost.
 
 PyTorch refuses these writes where it can. Copies made without gradients are inference tensors, and so are views of them. A view
-of a copy that autograd records comes from a custom function, whose views it lets nobody change. `changed_or_viewed` finds the
-rest.
+of a copy that autograd records comes from a custom function: PyTorch refuses to change it, or to use it once it was changed
+without gradients. `lost_write` finds the rest, but for what is written through `detach()` or `data` of such a view.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from zinf_compile._torch import tree_leaves, tree_map
 from zinf_compile.runtime.memory.own_storage import with_own_storage
 
 
-def inference_copy(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what `make` returns as a tensor that can't be written to, nor be kept by autograd."""
+def unrecorded_copy(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return what `make` returns as a tensor that can't be written to, nor be kept by autograd.
+
+    In inference mode, where PyTorch would allow it, as it is: `lost_write` finds what is written to it.
+    """
     value = make()
+    if torch.is_inference_mode_enabled():
+        return value
     with torch.inference_mode():
         return with_own_storage(value)
 
@@ -28,11 +33,15 @@ def versions(copies: Sequence[torch.Tensor]) -> list[int]:
     return [0 if copy.is_inference() else copy._version for copy in copies]
 
 
-def changed_or_viewed(copy: torch.Tensor, version: int, result: Any) -> bool:
-    """Return whether a call has changed a copy of this version, or returned a view through which code could do it unnoticed."""
+def lost_write(copy: torch.Tensor, version: int, result: Any) -> str:
+    """Say that a call has changed a copy of this version, or returned a part through which it could be; empty if neither."""
     if copy.is_inference():
-        return False
-    return copy._version != version or any(not view.requires_grad for view in _views(result, [copy]))
+        return ""
+    if copy._version != version:
+        return "it changes values in place, of which it was given a copy"
+    if any(not view.requires_grad for view in _views(result, [copy])):
+        return "it returns a part of a copy, and what was written to that would be lost: take a copy of it, by index_select()"
+    return ""
 
 
 def read_only(result: Any, copies: Sequence[torch.Tensor]) -> Any:
@@ -42,9 +51,19 @@ def read_only(result: Any, copies: Sequence[torch.Tensor]) -> Any:
 
 
 def _views(result: Any, copies: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    places = {copy.untyped_storage().data_ptr() for copy in copies}
+    if not copies:
+        return []
+    places = {_place(copy) for copy in copies} - {None}
     leaves = [item for item in tree_leaves(result) if type(item) is torch.Tensor]
-    return [item for item in leaves if item.untyped_storage().data_ptr() in places and not item.is_inference()]
+    return [item for item in leaves if _place(item) in places and not item.is_inference()]
+
+
+def _place(tensor: torch.Tensor) -> int | None:
+    """Return where a tensor's memory begins; None where it has none of its own, as a sparse tensor or one inside `vmap`."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 class _View(torch.autograd.Function):

@@ -30,13 +30,12 @@ def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardV
     if isinstance(value, ShardedGradient):
         _check_alike(value.unit, value.shape, value.stride(), owner, operator)
         return gradient_values(value)
-    if is_scalar(value):
+    scalar = is_scalar(value)
+    if scalar and torch.broadcast_shapes(value.shape, owner.shape) == owner.shape:
         return None
-    if value.shape != owner.shape or value.layout != torch.strided:
+    if scalar or value.shape != owner.shape or value.layout != torch.strided:
         because = f"beside a tensor of shape {list(value.shape)} it would be broadcast"
         owner.refuse(operator, because, answered_by_whole=has_whole_values(owner.unit))
-    if owner.unit.shard_group.size > 1 and not operator.endswith("_") and inside_compiled_call():
-        owner.refuse(operator, "activations, beside which it stands, differ from rank to rank", answered_by_whole=True)
     return DeviceShard(owner.unit, cut_whole(value, owner, operator))
 
 

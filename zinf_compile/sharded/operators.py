@@ -26,7 +26,11 @@ _LIKE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
 _LASTING = _LIKE | {"_to_copy", "clone", "copy"}
 """Operators that make a copy, of a value or of a shape, that is likely to be kept."""
 
-_ELEMENTWISE_BESIDES = _LASTING | {"fill", "floor_divide", "rsub", "where", "zero"}
+_BACKWARDS = frozenset(
+    f"{name}_backward"
+    for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "softplus", "hardshrink", "softshrink")
+)
+_ELEMENTWISE_BESIDES = _LASTING | _BACKWARDS | {"fill", "floor_divide", "rsub", "where", "zero"}
 """Element-wise, though PyTorch doesn't tag them so."""
 
 _OVERWRITES = frozenset(["copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"])
@@ -53,7 +57,7 @@ def answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return reduce(func, packet, args, kwargs)
     if packet == "_foreach_norm":
         return norms_of_all(func, args, kwargs)
-    if _is_elementwise(packet):
+    if is_elementwise(packet):
         return (
             _foreach(func, packet, args, kwargs) if packet.startswith("_foreach_") else _elementwise(func, packet, args, kwargs)
         )
@@ -68,7 +72,8 @@ def view_of_gradient(func: Any, gradient: ShardedGradient, args: Sequence[Any], 
 
 
 @functools.cache
-def _is_elementwise(packet: str) -> bool:
+def is_elementwise(packet: str) -> bool:
+    """Say whether an operator of this name works on each element by itself; in place and for lists, too."""
     base = packet.removeprefix("_foreach_").rstrip("_")
     operator = getattr(aten, base, None)
     if base in _ELEMENTWISE_BESIDES or operator is None:

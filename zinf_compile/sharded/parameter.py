@@ -36,8 +36,8 @@ class ShardedParameter(nn.Parameter):
 
     Its class is set in place: optimizers, modules and references made earlier keep working. Eager code may read its metadata
     at any time. On a single rank it may read and write the value too. On several ranks, or where the value is off the device,
-    element-wise operations and reductions work on shards; the rest raises `PartitionedParameterError` naming the parameter and
-    the way out.
+    element-wise operations and reductions work on shards; for the rest values are gathered on one rank, and on several inside of
+    compiled calls. What remains raises `PartitionedParameterError` naming the parameter and the way out.
     """
 
     _zinf_unit: Unit

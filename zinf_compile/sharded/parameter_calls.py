@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zinf_compile._frames import calling_methods
+from zinf_compile._frames import calling_methods, inside_compiled_call
 from zinf_compile._torch import inside_ddp, limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
@@ -22,7 +22,7 @@ from zinf_compile.runtime.units.unit import Unit
 from .call_names import call_name
 from .data_assignment import changed_parameters, reject_reshape
 from .eager_collectives import gather_for_eager, reduce_for_eager
-from .gathered_copies import changed_or_viewed, inference_copy, read_only, versions
+from .gathered_copies import lost_write, read_only, unrecorded_copy, versions
 from .gradient import ShardedGradient
 from .hollow_calls import answer_assignment, call_on_values
 from .metadata_calls import converts_nothing
@@ -31,6 +31,7 @@ from .operands import has_whole_values
 from .parameter import ShardedParameter, assign_data, check_assignable, unit_of
 from .parameter_ops import on_shards
 from .recompile_limit import warn_of_eager_frame
+from .tensor import ShardedTensor
 
 _DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _ON_OFFLOADED = (*_DETACHED, torch.Tensor.copy_)
@@ -78,7 +79,8 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
         return _on_whole(func, name, parameters, args, kwargs)
     if not unit.at_hand:
         _reject_optimizer(unit, call_name(func))
-    if not unit.at_hand and (changed_parameters(name, args, kwargs) or not _may_gather(parameters)):
+    writes = any(isinstance(target, ShardedParameter | ShardedTensor) for target in changed_parameters(name, args, kwargs))
+    if not unit.at_hand and (writes or not _may_gather(parameters)):
         raise PartitionedParameterError(
             f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph"
             f"{_called_uncompiled()}, but {_place(unit)}, use `with zinf_compile.gathered(model):` to read it (write=True to "
@@ -90,6 +92,8 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 def _called_uncompiled() -> str:
     """Name the outermost module that is called, not through what is compiled, and say what to call; empty where none is."""
+    if inside_compiled_call() or inside_ddp():
+        return ""
     called = [caller for caller, method in calling_methods() if isinstance(caller, nn.Module) and method == "_call_impl"]
     if not called:
         return ""
@@ -152,8 +156,8 @@ def _on_whole(
     result = call_on_values(func, args, kwargs, list(values.items()))
     for (parameter, copy), version in zip(copies.items(), before, strict=True):
         if parameter._zinf_unit.shard_group.size > 1:
-            if changed_or_viewed(copy, version, result):
-                _refuse_change(func, parameter._zinf_unit)
+            if lost := lost_write(copy, version, result):
+                _refuse_change(func, parameter._zinf_unit, lost)
         elif copy._version != version:  # as an embedding with `max_norm` does
             with torch.no_grad():
                 offloaded_value(parameter._zinf_unit).copy_(copy)
@@ -182,10 +186,10 @@ def _may_gather(parameters: Sequence[ShardedParameter]) -> bool:
     return not inside_ddp() and all(has_whole_values(p._zinf_unit) for p in parameters)  # DDP is what the package replaces
 
 
-def _refuse_change(func: Callable[..., Any], unit: Unit) -> NoReturn:
+def _refuse_change(func: Callable[..., Any], unit: Unit, because: str) -> NoReturn:
     raise PartitionedParameterError(
-        f"{call_name(func)} changes parameter {unit.name}, shape {list(unit.shape)}, or returns memory of it, but "
-        f"{_place(unit)}, use `with zinf_compile.gathered(model, write=True):` to change it"
+        f"{call_name(func)} was given a copy of parameter {unit.name}, shape {list(unit.shape)}, for {_place(unit)}, use `with "
+        f"zinf_compile.gathered(model, write=True):` to change it. Here {because}"
     )
 
 
@@ -197,7 +201,7 @@ def _value(unit: Unit, *, recorded: bool) -> torch.Tensor:
     if unit.at_hand:
         return unit.whole().detach()
     if unit.shard_group.size > 1:
-        return gather_for_eager(unit) if recorded else inference_copy(partial(gather_for_eager, unit))
+        return gather_for_eager(unit) if recorded else unrecorded_copy(partial(gather_for_eager, unit))
     if not recorded:
         return offloaded_value(unit)
     with torch.inference_mode(False), torch.no_grad():

@@ -79,7 +79,8 @@ def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
         if not is_refusal(error):
             raise
         return NotImplemented
-    return next((p for p in parameters if result is values[id(p)]), result)
+    by_values = {id(values[id(p)]): p for p in parameters}
+    return tree_map(lambda item: by_values.get(id(item), item), result)
 
 
 def makes_companion(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

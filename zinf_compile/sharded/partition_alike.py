@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zinf_compile._frames import inside_compiled_call
 from zinf_compile._torch import become, no_torch_function, storage_owners, tree_leaves
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.units.companion_memory import make_values
@@ -15,6 +16,7 @@ from zinf_compile.runtime.units.shard_values import pieces_of
 from zinf_compile.runtime.units.whole import scatter_whole
 
 from .gradient import ShardedGradient
+from .operands import has_whole_values
 from .tensor import ShardedTensor, first_sharded
 
 
@@ -23,7 +25,8 @@ def partition_targets(name: str, targets: Sequence[Any], args: Sequence[Any], kw
 
     The same tensor object then holds this rank's shard of rank 0's values. A collective operation. Leaves whole what it could not
     change in all places where it is known: a view, or a tensor that shares its memory with another, as `data` and `detach()` do;
-    whole values are gathered for these. Refuses them where autograd would need the gradient of a gathered value.
+    whole values are gathered for these, and beside what a forward changes, which differs from rank to rank. Refuses them on
+    several ranks, outside of forwards, where autograd would need the gradient of a gathered value.
     """
     for index, target in enumerate(targets):
         if not isinstance(target, torch.Tensor) or isinstance(target, ShardedTensor | ShardedGradient):
@@ -31,13 +34,12 @@ def partition_targets(name: str, targets: Sequence[Any], args: Sequence[Any], kw
         beside = _beside(index, args, kwargs)
         if beside is None:
             continue
-        problem = _problem(target, beside)
+        problem = "may be an activation" if inside_compiled_call() else _problem(target, beside)
         if not problem:
             _partition(name, target, beside)
         elif torch.is_grad_enabled() and any(t.requires_grad for t in (target, *_sharded(args), *_sharded(kwargs.values()))):
-            beside.refuse(
-                name, f"it would change a whole tensor, which {problem}, and record it for autograd: use torch.no_grad()"
-            )
+            because = f"it would change a whole tensor, which {problem}, and record it for autograd: use torch.no_grad()"
+            beside.refuse(name, because, answered_by_whole=has_whole_values(beside.unit))
 
 
 def _beside(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor | None:

@@ -46,7 +46,8 @@ class ShardedTensor(torch.Tensor):
 
     Element-wise operators, also in place and in their foreach forms, work on the shards, with parameters, gradients and other
     tensors that are partitioned alike. Sums, norms, dot products, extremes and comparisons take the shards of all ranks: these
-    are collective operations. `full_tensor()`, on all ranks, gathers the values for anything else.
+    are collective operations. For anything else values are gathered on one rank, and on several inside of compiled calls;
+    elsewhere `full_tensor()`, on all ranks, gathers them.
     """
 
     lost_gradient = False

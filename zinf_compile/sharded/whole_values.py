@@ -13,7 +13,7 @@ from zinf_compile.runtime.units.shard_values import DeviceShard
 
 from .data_assignment import changed_parameters
 from .eager_collectives import gather_alike, reduce_for_eager
-from .gathered_copies import changed_or_viewed, inference_copy, read_only, versions
+from .gathered_copies import lost_write, read_only, unrecorded_copy, versions
 from .offloaded_value import value_of
 from .operands import cut, has_whole_values
 from .tensor import ShardedTensor, reads_memory
@@ -58,14 +58,14 @@ def _on_copies(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
     result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
     for item, copy, version in zip(distinct.values(), copies.values(), before, strict=True):
-        if changed_or_viewed(copy, version, result):
-            item.refuse(name, "it changes values that were gathered for it, or returns a part of them")
+        if lost := lost_write(copy, version, result):
+            item.refuse(name, lost)
     return read_only(result, list(copies.values()))
 
 
 def _copy(tensor: ShardedTensor) -> torch.Tensor:
     if not torch.is_grad_enabled():
-        return inference_copy(lambda: gather_alike(tensor))
+        return unrecorded_copy(lambda: gather_alike(tensor))
     copy: torch.Tensor = _Gathered.apply(tensor) if tensor.requires_grad else gather_alike(tensor)
     return copy
 
