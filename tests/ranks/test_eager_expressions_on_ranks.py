@@ -20,11 +20,10 @@ def test_what_is_computed_from_parameters_trains_as_in_eager(world: int, options
 @pytest.mark.distributed
 def test_writes_to_what_was_gathered_are_refused() -> None:
     for errors in run_ranks(rank_eager_expressions.write, 2):
-        of_view, of_product, without_gradients, in_place, in_inference_mode, returned = errors
+        of_view, without_gradients, in_place, in_inference_mode, returned = errors
         assert "is a view and is being modified inplace" in of_view
-        assert "is a view and is being modified inplace" in of_product
         assert "Inplace update to inference tensor" in without_gradients
-        assert "dropout() reads a tensor partitioned like parameter inner.long" in in_place
+        assert "dropout() reads parameter inner.long" in in_place
         assert "it changes values in place, of which it was given a copy" in in_place
         assert "a copy of parameter inner.long, shape [9, 6], for its value is spread over 2 ranks" in in_inference_mode
         for error in (in_inference_mode, returned):

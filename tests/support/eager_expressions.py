@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from training import BACKEND
 
 import zinf_compile
+from zinf_compile.sharded.parameter import ShardedParameter
 
 ROWS, WIDTH, STEPS = 4, 6, 3
 
@@ -58,6 +59,8 @@ class Inner(nn.Module):
             x = x * self.beside.exp() + (self.weight + self.weight.t()).softmax(0)[:ROWS]
             gate = x.mean().sigmoid()  # each rank's own
             x = x @ (self.weight * gate) + torch.where(x.mean() > 0, self.beside, self.beside * (1 - gate))
+            most = x.detach().abs().max().item() if self.training else 1.0  # an evaluation is captured whole
+            x = x @ (self.weight * most) + self.beside.square().sum()
             changed = x.detach().clone()
             changed += self.scale
             x = torch.tanh(x + changed.mul_(self.scale) + F.softplus(self.weight)[:ROWS])
@@ -91,6 +94,7 @@ def trained(world: int, rank: int, options: dict[str, Any] | None) -> tuple[list
         losses.append(own.item())
     with torch.no_grad():
         losses.append(model(_batch(STEPS, rank)).item())
+    assert options is None or all(isinstance(p, ShardedParameter) for p in model.parameters())
     return losses, list(zinf_compile.full_state_dict(model).values())
 
 

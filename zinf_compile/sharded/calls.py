@@ -17,6 +17,7 @@ from .metadata_calls import METADATA
 from .operands import has_whole_values, is_scalar
 from .operators import is_elementwise
 from .partition_alike import partition_targets
+from .reductions import REDUCTIONS
 from .tensor import ShardedTensor, first_sharded, is_refusal, reads_memory
 from .whole_values import on_whole_values
 
@@ -46,7 +47,7 @@ def _call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
             partition_targets(name, written(name, args, kwargs), args, kwargs)
         if name == "copy_":
             args = _without_gradient(args)
-        _reject_activations(name, owner, args, kwargs)
+        _leave_to_whole_values(name, owner, args, kwargs)
         _reject_differentiable(name, owner, args, kwargs)
     with no_torch_function():
         result = func(*args, **kwargs)
@@ -85,15 +86,20 @@ def _without_gradient(args: Sequence[Any]) -> Sequence[Any]:
     return (target, rest[0].detach(), *rest[1:]) if target.lost_gradient else args
 
 
-def _reject_activations(name: str, owner: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Leave to whole values what a forward computes, on several ranks, beside a whole tensor: scalars of its own differ, too."""
-    if owner.unit.shard_group.size == 1 or name in METADATA:
+def _leave_to_whole_values(name: str, owner: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse what a forward computes on several ranks, but for reductions: what stands beside it differs from rank to rank.
+
+    That is activations, and numbers that were made of them.
+    """
+    if owner.unit.shard_group.size == 1 or not _may_record(name):
         return
-    beside = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and not isinstance(t, _PARTITIONED)]
-    if not beside or any(isinstance(target, _PARTITIONED) for target in written(name, args, kwargs)):
+    if any(isinstance(target, _PARTITIONED) for target in written(name, args, kwargs)):
+        return
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    if name in REDUCTIONS and all(isinstance(value, _PARTITIONED) for value in tensors):
         return
     if inside_compiled_call():
-        owner.refuse(name, "activations, beside which it stands, differ from rank to rank", answered_by_whole=True)
+        owner.refuse(name, "in a forward, what stands beside it differs from rank to rank", answered_by_whole=True)
 
 
 def _reject_differentiable(name: str, owner: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
