@@ -52,6 +52,21 @@ def inside_compiled_call() -> bool:
     return False
 
 
+def is_given_to_function(value: object) -> bool:
+    """Return whether this runs in a custom `autograd.Function` of which `value` is an argument itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function":
+            found = frame.f_locals
+            given = any(item is value for item in found.get("args", ()))
+            if type(found) is dict and frame.f_code.co_flags & inspect.CO_NEWLOCALS:
+                found.clear()
+            if given:
+                return True
+        frame = frame.f_back
+    return False
+
+
 def stepping() -> Iterator[Any]:
     """Yield the `self` of each method called `step` on the stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)

@@ -11,7 +11,7 @@ import torch
 from models import IN, Mlp
 from stepped_pairs import Pair
 from torch.nn import functional as F
-from training import assert_same, in_place, whole_gradient
+from training import BACKEND, assert_same, in_place, whole_gradient
 from twin_models import whole
 
 from zinf_compile.errors import PartitionedParameterError
@@ -35,6 +35,8 @@ EXPRESSIONS: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "added in place": lambda w, x: (x * 1).add_(w).mul_(w * 2),
     "broadcast, added in place": lambda w, x: x.expand(2, IN, IN).clone().add_(w * 2),
     "multiplied in place": lambda w, x: x.detach().clone().addmm_(x, w),
+    "divided in place by an alias": lambda w, x: (x.detach().abs() + 1).divide_(w),
+    "largest of rows": lambda w, x: (w * 2).max(1)[0] * x,
     "beside others": lambda w, x: torch.cat([w * 2, w, x, w.t()]),
 }
 
@@ -72,6 +74,17 @@ def test_functions_of_single_elements_and_their_gradients(function: Callable[[An
     pair = Pair(drive, build=lambda: Mlp(IN))
     x = torch.randn(3, IN)
     pair.each(lambda model, _: (x @ function(model.first.weight * 0.7)).square().sum().backward())
+
+
+@pytest.mark.parametrize("options", [{}, {"params": "nvme"}], ids=["on the device", "on a drive"])
+def test_a_backward_of_what_was_made_before_the_first_call_is_refused(options: dict[str, str], drive: Path) -> None:
+    model = Mlp(IN)
+    model.compile(backend=BACKEND, options={**options, **({"nvme": str(drive)} if options else {})})
+    x = torch.randn(IN, IN, requires_grad=True)
+    early = (x * model.first.weight).sum()  # which autograd keeps the parameter itself for
+    model(torch.randn(3, IN), torch.randn(3, 5)).backward()
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        early.backward()
 
 
 def test_without_values_elsewhere_results_need_no_storage() -> None:

@@ -16,6 +16,33 @@ from zinf_compile.sharded.parameter import ShardedParameter
 ROWS, WIDTH, STEPS = 4, 6, 3
 
 
+class Signs(torch.autograd.Function):
+    """Signs of weights, with the gradient of the weights themselves, as trained binary networks use."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Products(torch.autograd.Function):
+    """Products with a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return weight @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (weight,) = ctx.saved_tensors
+        result: torch.Tensor = (grad + grad.t()) @ weight
+        return result
+
+
 class Expressions(nn.Module):
     """Layers that a loop with a draw keeps from being compiled, between two that are."""
 
@@ -57,13 +84,20 @@ class Inner(nn.Module):
             x = x @ self.weight.t() + x @ (self.weight * 0.5)
             x = F.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True))
             x = x * self.beside.exp() + (self.weight + self.weight.t()).softmax(0)[:ROWS]
-            gate = x.mean().sigmoid()  # each rank's own
-            x = x @ (self.weight * gate) + torch.where(x.mean() > 0, self.beside, self.beside * (1 - gate))
+            x = F.layer_norm(x, (WIDTH,))  # so that no tanh is flat
+            gate = x[:, 0].mean().sigmoid()  # each rank's own
+            x = x @ (self.weight * gate) + torch.where(x[0, 0] > 0, self.beside, self.beside * (1 - gate))
             most = x.detach().abs().max().item() if self.training else 1.0  # an evaluation is captured whole
-            x = x @ (self.weight * most) + self.beside.square().sum()
+            if self.training:  # Dynamo, which captures an evaluation, warns of custom functions
+                x = x @ Products.apply(self.weight * most) + most * x @ Signs.apply(self.weight * 1)
+            x = F.layer_norm(x @ (self.weight * most) + self.beside.square().sum() * x, (WIDTH,))
+            made = torch.full_like(self.beside, most)
+            made += torch.zeros_like(self.beside).add_(x.detach())
+            x = x * made.tanh() + (x @ self.scale.t()) @ self.scale
             changed = x.detach().clone()
             changed += self.scale
-            x = torch.tanh(x + changed.mul_(self.scale) + F.softplus(self.weight)[:ROWS])
+            changed.multiply_(self.beside)
+            x = torch.tanh(F.layer_norm(x, (WIDTH,)) + changed.mul_(self.scale) + F.softplus(self.weight)[:ROWS])
         return x
 
 
@@ -73,7 +107,7 @@ def trained(world: int, rank: int, options: dict[str, Any] | None) -> tuple[list
     `options`: None trains eager PyTorch on the mean of all ranks' losses. Losses are those of `rank`.
     """
     torch.manual_seed(0)
-    model = Expressions()
+    model = Expressions().double()  # many operators amplify how sums are rounded
     if options is not None:
         model.compile(backend=BACKEND, options=options)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -99,4 +133,4 @@ def trained(world: int, rank: int, options: dict[str, Any] | None) -> tuple[list
 
 
 def _batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)

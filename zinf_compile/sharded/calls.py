@@ -13,16 +13,25 @@ from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
 
 from .gradient import ShardedGradient
-from .metadata_calls import METADATA
+from .metadata_calls import LIKE, METADATA
 from .operands import has_whole_values, is_scalar
-from .operators import is_elementwise
 from .partition_alike import partition_targets
 from .reductions import REDUCTIONS
 from .tensor import ShardedTensor, first_sharded, is_refusal, reads_memory
 from .whole_values import on_whole_values
 
 _PARTITIONED = (ShardedTensor, ShardedGradient)
-_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv"))
+_AUGMENTED = frozenset(
+    f"__i{name}__"
+    for name in ("add", "and", "div", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
+)
+_MIXES = frozenset(["addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "masked_scatter", "matmul", "mm", "mv", "outer", "put"])
+"""Operators whose results have elements of several of their arguments'; `index_*` and `scatter*` besides. None is partitioned."""
+
+_VIEWS = frozenset(
+    ["flatten", "permute", "reshape", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unflatten", "unsqueeze", "view"]
+)
+"""Functions whose numbers are of dimensions."""
 
 
 @torch.compiler.disable  # what runs between two graphs: nothing to capture
@@ -59,9 +68,8 @@ def _call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def _mixes_elements(name: str) -> bool:
-    """Say whether this is the name of an operator that changes a tensor in place by more than single elements, as `addmm_`."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place and hasattr(torch.ops.aten, name.rstrip("_")) and not is_elementwise(name)
+    """Say whether a function of this name changes a tensor by more than single elements, as `addmm_`."""
+    return name.rstrip("_") in _MIXES or name.startswith(("index_", "scatter"))
 
 
 def written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -87,18 +95,18 @@ def _without_gradient(args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _leave_to_whole_values(name: str, owner: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse what a forward computes on several ranks, but for reductions: what stands beside it differs from rank to rank.
+    """Refuse what a forward computes on several ranks beside activations, or numbers, which may have been made of them.
 
-    That is activations, and numbers that were made of them.
+    These differ from rank to rank. A tensor that is made like a parameter is to be filled with them.
     """
-    if owner.unit.shard_group.size == 1 or not _may_record(name):
+    if owner.unit.shard_group.size == 1 or not (_may_record(name) or name in LIKE):
         return
     if any(isinstance(target, _PARTITIONED) for target in written(name, args, kwargs)):
         return
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    if name in REDUCTIONS and all(isinstance(value, _PARTITIONED) for value in tensors):
-        return
-    if inside_compiled_call():
+    leaves = tree_leaves((args, kwargs))
+    shared = all(isinstance(value, _PARTITIONED) for value in leaves if isinstance(value, torch.Tensor))
+    constant = name in REDUCTIONS or name in _VIEWS or not any(isinstance(value, int | float | complex) for value in leaves)
+    if not (shared and constant and name not in LIKE) and inside_compiled_call():
         owner.refuse(name, "in a forward, what stands beside it differs from rank to rank", answered_by_whole=True)
 
 

@@ -11,6 +11,9 @@ from zinf_compile._torch import never_compile_alone
 from zinf_compile.runtime.system.accelerator import moving_methods
 from zinf_compile.runtime.units.unit import Unit
 
+LIKE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
+"""Functions that make a tensor like another."""
+
 METADATA = frozenset(
     [
         "size",

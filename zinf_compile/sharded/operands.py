@@ -31,7 +31,11 @@ def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardV
         _check_alike(value.unit, value.shape, value.stride(), owner, operator)
         return gradient_values(value)
     scalar = is_scalar(value)
-    if scalar and torch.broadcast_shapes(value.shape, owner.shape) == owner.shape:
+    if (
+        scalar
+        and value.dim() <= owner.dim()
+        and all(own in (1, size) for own, size in zip(reversed(value.shape), reversed(owner.shape), strict=False))
+    ):
         return None
     if scalar or value.shape != owner.shape or value.layout != torch.strided:
         because = f"beside a tensor of shape {list(value.shape)} it would be broadcast"

@@ -15,6 +15,7 @@ from zinf_compile.runtime.units.shard_layout import is_dense
 from zinf_compile.runtime.units.shard_values import DeviceShard, ShardValues
 
 from .gradient import ShardedGradient
+from .metadata_calls import LIKE
 from .operands import as_scalar, gradient_values, shard_of
 from .reductions import REDUCTIONS, norms_of_all, reduce
 from .shard_pieces import Pieces, over_pieces
@@ -22,8 +23,7 @@ from .tensor import ShardedTensor, first_sharded, same_values
 
 aten = torch.ops.aten
 
-_LIKE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
-_LASTING = _LIKE | {"_to_copy", "clone", "copy"}
+_LASTING = LIKE | {"_to_copy", "clone", "copy"}
 """Operators that make a copy, of a value or of a shape, that is likely to be kept."""
 
 _BACKWARDS = frozenset(
@@ -57,7 +57,7 @@ def answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return reduce(func, packet, args, kwargs)
     if packet == "_foreach_norm":
         return norms_of_all(func, args, kwargs)
-    if is_elementwise(packet):
+    if _is_elementwise(packet):
         return (
             _foreach(func, packet, args, kwargs) if packet.startswith("_foreach_") else _elementwise(func, packet, args, kwargs)
         )
@@ -72,8 +72,7 @@ def view_of_gradient(func: Any, gradient: ShardedGradient, args: Sequence[Any], 
 
 
 @functools.cache
-def is_elementwise(packet: str) -> bool:
-    """Say whether an operator of this name works on each element by itself; in place and for lists, too."""
+def _is_elementwise(packet: str) -> bool:
     base = packet.removeprefix("_foreach_").rstrip("_")
     operator = getattr(aten, base, None)
     if base in _ELEMENTWISE_BESIDES or operator is None:
@@ -184,7 +183,7 @@ def _make(owner: ShardedTensor, base: str, operands: dict[int, ShardValues], per
             made.append(make_values(unit, result.dtype, lasting=base in _LASTING))
             return made[0]
 
-        unread = frozenset(operands) if base in _LIKE else frozenset()
+        unread = frozenset(operands) if base in LIKE else frozenset()
         over_pieces(unit, operands, lambda pieces, start, end: perform(pieces), unread=unread, into=room)
         values = made[0]
     return ShardedTensor(values, owner.shape, owner.stride())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf_compile._frames import stepping
+from zinf_compile._frames import inside_compiled_call, stepping
 from zinf_compile._torch import no_torch_function, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
@@ -19,11 +19,11 @@ from zinf_compile.runtime.units.unit import Unit
 from .calls import written
 from .data_assignment import assign
 from .gradient import ShardedGradient
+from .metadata_calls import LIKE
 from .offloaded_storage import is_read_later
 from .operands import cut_whole, gradient_values, is_scalar
 from .tensor import ShardedTensor, assign_values, first_sharded, is_refusal, parameter_values, reads_memory
 
-_LIKE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
 _NOT_HERE = frozenset(
     [
         "__bool__",
@@ -59,7 +59,7 @@ def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
     if name == "__set__":
         return _assign(parameters[0], args[1])
     targets = {id(target) for target in written(name, args, kwargs)}
-    differentiate = torch.is_grad_enabled() and name not in ("detach", "__get__", *_LIKE)
+    differentiate = torch.is_grad_enabled() and name not in ("detach", "__get__", *LIKE)
     values: dict[int, ShardedTensor] = {}
     for parameter in parameters:
         with no_torch_function():
@@ -84,12 +84,16 @@ def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
 
 
 def makes_companion(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call makes a tensor like a parameter without values on this process: it is partitioned alike."""
-    if getattr(func, "__name__", "") not in _LIKE or not args:
+    """Return whether a call makes a tensor like a parameter without values on this process: it is partitioned alike.
+
+    Not in a forward on several ranks, which would fill it with each rank's own.
+    """
+    if getattr(func, "__name__", "") not in LIKE or not args:
         return False
-    unit = getattr(args[0], "_zinf_unit", None)
-    device = kwargs.get("device")
-    return isinstance(unit, Unit) and not unit.at_hand and (device is None or torch.empty(0, device=device).device == unit.device)
+    unit, device = getattr(args[0], "_zinf_unit", None), kwargs.get("device")
+    if not isinstance(unit, Unit) or unit.at_hand or (unit.shard_group.size > 1 and inside_compiled_call()):
+        return False
+    return device is None or torch.empty(0, device=device).device == unit.device
 
 
 def _assign(parameter: Any, value: Any) -> Any:

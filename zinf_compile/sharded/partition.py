@@ -42,6 +42,7 @@ def partition(
                 _spread(parameter, unit, name)
                 context.memory.ledger.track("params", unit.shard)
             hollow_out(parameter, unit)
+            torch.autograd.graph.increment_version(parameter)  # a backward of what eager code made of it is refused: it is hollow
             stop_averaging(parameter)
     context.memory.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
     types = next((home for (parameter, _), home in zip(distinct, homes, strict=True) if parameter.numel()), homes[0])

@@ -58,6 +58,8 @@ def reduce(func: Any, packet: str, args: Sequence[Any], kwargs: dict[str, Any]) 
     dims = [dims] if isinstance(dims, int) else dims
     if (dims is not None and len(dims) not in (0, owner.dim())) or bound.get("keepdim") or bound.get("out") is not None:
         owner.refuse(packet, "it is taken over some dimensions only, or keeps them", answered_by_whole=bound.get("out") is None)
+    if dims is not None and packet in ("all", "any", "max", "min"):
+        owner.refuse(packet, "it is taken over a dimension", answered_by_whole=True)
     if packet == "equal" and tuple(args[0].shape) != tuple(args[1].shape):
         return False
     others = args[1:2] if packet in _TWO else ()
