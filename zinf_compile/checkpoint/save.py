@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.ir.formats import as_plain, format_of
-from zinf_compile.optim.record import all_records
+from zinf_compile.optim.record import State, all_records
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
 
@@ -100,7 +100,8 @@ def save(
 def _optimizers_of(model: nn.Module) -> list[Optimizer]:
     """Return the optimizers that have stepped any of a model's parameters, saved with it or not."""
     held = {id(parameter) for parameter in state_names(model).values()}
-    return [each for each, _ in all_records() if any(id(p) in held for group in each.param_groups for p in group["params"])]
+    found = [each for each, record in all_records() if record.state is not State.STAND_IN]
+    return [each for each in found if any(id(p) in held for group in each.param_groups for p in group["params"])]
 
 
 def _begin(

@@ -43,8 +43,8 @@ def make_stand_in(
     Returns it with the original of each of its groups. A group without members is kept only if `without_members(group)`.
     """
     stand_in: Optimizer = object.__new__(type(optimizer))
-    record_of(stand_in).state = State.STAND_IN
     stand_in.param_groups, groups = [], []
+    record_of(stand_in).state = State.STAND_IN  # from now on other threads find it
     for group in optimizer.param_groups:
         present = [member for p in group["params"] for member in members.get(id(p), ())]
         if present or without_members(group):
@@ -63,6 +63,8 @@ def refresh_stand_in(optimizer: Optimizer, stand_in: Optimizer, groups: Sequence
     stand_in.__dict__ = {**vars(optimizer), **own}
     vars(stand_in).pop(LAST, None)
     for theirs, mine in zip(stand_in.param_groups, groups, strict=True):
-        members = theirs["params"]
-        theirs.clear()
-        theirs.update({**mine, **fused_settings(optimizer, mine, members), "params": members})
+        members = theirs["params"]  # there at any moment: other threads read it
+        settings = {**mine, **fused_settings(optimizer, mine, members), "params": members}
+        for gone in [name for name in theirs if name not in settings]:
+            del theirs[gone]
+        theirs.update(settings)
