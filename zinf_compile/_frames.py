@@ -56,13 +56,9 @@ def is_given_to_function(value: object) -> bool:
     """Return whether this runs in a custom `autograd.Function` of which `value` is an argument itself."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function":
-            found = frame.f_locals
-            given = any(item is value for item in found.get("args", ()))
-            if type(found) is dict and frame.f_code.co_flags & inspect.CO_NEWLOCALS:
-                found.clear()
-            if given:
-                return True
+        called = (frame.f_globals.get("__name__"), frame.f_code.co_name)
+        if called == ("torch.autograd.function", "apply") and any(item is value for item in _local_of(frame, "args")):
+            return True
         frame = frame.f_back
     return False
 
@@ -72,13 +68,13 @@ def stepping() -> Iterator[Any]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "step" and "self" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
-            yield _self_of(frame)
+            yield _local_of(frame, "self")
         frame = frame.f_back
 
 
-def _self_of(frame: FrameType) -> Any:
+def _local_of(frame: FrameType, name: str) -> Any:
     found = frame.f_locals
-    value = found.get("self")
+    value = found.get(name)
     if type(found) is dict and frame.f_code.co_flags & inspect.CO_NEWLOCALS:
         found.clear()
     return value

@@ -73,9 +73,8 @@ def _products(device: torch.device, dtype: torch.dtype) -> float:
     while True:
         a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
         product = functools.partial(torch.mm, a, b)
-        if (
-            width == scale * WIDEST or _times(product, device, seconds=SECONDS / 10) < 8 / SECONDS
-        ):  # twice as wide takes 8 times as long
+        doubling = 8 / _times(product, device, seconds=SECONDS / 10)  # twice as wide takes 8 times as long
+        if width == scale * WIDEST or doubling > SECONDS:
             return 2 * width**3 * _times(product, device)
         width *= 2
 

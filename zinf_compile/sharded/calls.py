@@ -12,6 +12,7 @@ from zinf_compile._torch import no_torch_function, tree_leaves
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
 
+from .data_assignment import AUGMENTED
 from .gradient import ShardedGradient
 from .metadata_calls import LIKE, METADATA
 from .operands import has_whole_values, is_scalar
@@ -21,10 +22,6 @@ from .tensor import ShardedTensor, first_sharded, is_refusal, reads_memory
 from .whole_values import on_whole_values
 
 _PARTITIONED = (ShardedTensor, ShardedGradient)
-_AUGMENTED = frozenset(
-    f"__i{name}__"
-    for name in ("add", "and", "div", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
-)
 _MIXES = frozenset(["addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "masked_scatter", "matmul", "mm", "mv", "outer", "put"])
 """Operators whose results have elements of several of their arguments'; `index_*` and `scatter*` besides. None is partitioned."""
 
@@ -75,7 +72,7 @@ def _mixes_elements(name: str) -> bool:
 def written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return what a function of this name changes in place."""
     found = [kwargs["out"]] if isinstance(kwargs.get("out"), torch.Tensor) else []
-    if args and ((name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED):
+    if args and ((name.endswith("_") and not name.endswith("__")) or name in AUGMENTED):
         found += args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     return found
 

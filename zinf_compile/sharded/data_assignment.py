@@ -30,16 +30,17 @@ _RESHAPES = frozenset(
 )
 """In-place functions that change what a tensor is, not its values."""
 
-_IN_PLACE_OPERATORS = frozenset(
+AUGMENTED = frozenset(
     f"__i{name}__"
     for name in ("add", "and", "div", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
-) | {"__setitem__"}
+)
+"""Methods of augmented assignments."""
 
 
 def changed_parameters(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return what a call of this name changes in place: its first argument, or all of a list, and `out`."""
     changed = tree_leaves(kwargs["out"]) if kwargs.get("out") is not None else []
-    in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    in_place = name in AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return [*tree_leaves(args[0]), *changed] if in_place and args else changed
 
 

@@ -14,7 +14,7 @@ from zinf_compile.runtime.units.unit import Unit
 LIKE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
 """Functions that make a tensor like another."""
 
-METADATA = frozenset(
+METADATA = LIKE | frozenset(
     [
         "size",
         "stride",
@@ -34,10 +34,6 @@ METADATA = frozenset(
         "retain_grad",
         "__hash__",
         "__len__",
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
         "rand_like",
         "randn_like",
         "randint_like",
