@@ -194,6 +194,11 @@ def keeps_autograd_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def runs_backward() -> bool:
+    """Return whether this thread runs a backward. It has no public name."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def inside_ddp() -> bool:
     """Return whether a DistributedDataParallel module's forward is running."""
     return DistributedDataParallel._get_active_ddp_module() is not None

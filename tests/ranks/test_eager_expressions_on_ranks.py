@@ -30,3 +30,12 @@ def test_what_would_be_lost_or_each_ranks_own_is_refused() -> None:
             assert "it returns a part of a copy, and what was written to that would be lost" in error
         assert "reads parameter inner.long" in of_function
         assert "Give it a whole copy that autograd records: Function.apply(parameter * 1)" in of_function
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_of_custom_functions_are_averaged(world: int) -> None:
+    mean = (world + 1) / 2
+    for of_learned, of_frozen, of_both, error in run_ranks(rank_eager_expressions.differentiate, world):
+        assert (of_learned, of_frozen, of_both) == ({3 * mean}, {mean}, {2 * mean})
+        assert "differentiates the gradient of inner.long, which eager code computed with create_graph=True" in error

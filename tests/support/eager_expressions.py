@@ -70,6 +70,7 @@ class Inner(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.beside, self.long = nn.Parameter(torch.randn(ROWS, WIDTH)), nn.Parameter(torch.randn(2 * ROWS + 1, WIDTH))
         self.scale = nn.Parameter(torch.rand(ROWS, WIDTH), requires_grad=False)
+        self.signs = nn.Parameter(torch.randn(WIDTH, WIDTH))  # all of its gradient comes from a custom function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor of x's shape."""
@@ -89,7 +90,7 @@ class Inner(nn.Module):
             x = x @ (self.weight * gate) + torch.where(x[0, 0] > 0, self.beside, self.beside * (1 - gate))
             most = x.detach().abs().max().item() if self.training else 1.0  # an evaluation is captured whole
             if self.training:  # Dynamo, which captures an evaluation, warns of custom functions
-                x = x @ Products.apply(self.weight * most) + most * x @ Signs.apply(self.weight * 1)
+                x = x @ Products.apply(self.weight * most) + most * x @ (Signs.apply(self.weight) + Signs.apply(self.signs))
             x = F.layer_norm(x @ (self.weight * most) + self.beside.square().sum() * x, (WIDTH,))
             made = torch.full_like(self.beside, most)
             made += torch.zeros_like(self.beside).add_(x.detach())

@@ -61,3 +61,41 @@ def write(rank: int, world: int) -> list[str]:
     after = zinf_compile.full_state_dict(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     return found
+
+
+class _Identity(torch.autograd.Function):
+    """A function that hides from PyTorch what it makes of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.ones(parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 1
+
+
+def differentiate(rank: int, world: int) -> list[Any]:
+    """Take gradients that each rank computes for itself; return, of two parameters' elements, the means, and an error."""
+    torch.manual_seed(0)
+    model = Expressions()
+    model.compile(backend=BACKEND, options={})
+    model.eval()(torch.randn(ROWS, WIDTH)).backward()
+    model.zero_grad()
+    learns, frozen = model.inner.long, model.inner.scale
+    for parameter, uses in ((learns, 1), (learns, 2), (frozen.requires_grad_(), 1)):  # the second adds to what the first left
+        sum((_Identity.apply(parameter) * (rank + 1)).sum() for _ in range(uses)).backward()
+    mixed = (_Identity.apply(learns) * (rank + 1)).sum() + learns.sum() * (rank + 1)
+    (added,) = torch.autograd.grad(mixed, learns)
+    found = [grad.full_tensor() for grad in (learns.grad, frozen.grad, added)]
+    with zinf_compile.gathered(model):
+        if rank == 0:  # alone
+            (own,) = torch.autograd.grad((_Identity.apply(learns) * 5).sum(), learns)
+            assert torch.equal(own, torch.full(learns.shape, 5.0))
+    (first,) = torch.autograd.grad((_Identity.apply(learns) ** 2).sum(), learns, create_graph=True)
+    try:
+        first.sum().backward()
+        error = "nothing was raised"
+    except zinf_compile.UnsupportedModelError as caught:
+        error = str(caught)
+    return [*(set(value.flatten().tolist()) for value in found), error]

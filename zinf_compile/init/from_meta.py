@@ -323,7 +323,7 @@ def _materializing(
         for target, twin in itertools.zip_longest(targets, twins):
             if twin is not None and not target.done:
                 target.meta.__class__ = nn.Parameter
-                for attribute in ("_zinf_materialization", "_zinf_unit"):
+                for attribute in ("_zinf_materialization", "_zinf_reduces", "_zinf_unit"):
                     vars(target.meta).pop(attribute, None)
                 swap_contents(target.meta, twin)
             target.tie()

@@ -16,6 +16,8 @@ data_assignment — Changes of parameters whose values are on this process: argu
 dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.
 eager_collectives — Collectives for what eager code of a forward uses whole on several ranks: a gather, and the reduction of
     its gradient.
+eager_gradients — Gradients that eager code computes whole: cut on one rank, reduced on several, where each rank's is that of
+    its own batch.
 eligibility — Eligibility of parameters for partitioning: dense, real, of `torch.nn.Parameter`'s own class.
 fit — By how much the graphs of a step exceed the caps, at homes of parameters and with some saved values away.
 gathered_copies — Copies of whole values that eager calls are given: what such a call writes to one, or to a view of one,

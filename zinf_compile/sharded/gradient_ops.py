@@ -15,6 +15,7 @@ from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .call_names import call_name
+from .eager_gradients import operands_of_sum
 from .gradient import ShardedGradient
 from .gradient_norms import global_norms
 from .gradient_reductions import DRAWS, REDUCTIONS, TESTS, draw, reduce_over_ranks, reduces_whole
@@ -79,6 +80,8 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
     if any(kind is ShardedTensor for kind in types):
         return NotImplemented
     packet = func._schema.name.split("::")[-1]
+    if packet == "add":
+        args = operands_of_sum(_first(args).unit, args)
     if packet in ("add", "add_") and (added := _add_whole(args, kwargs, in_place=packet == "add_")) is not None:
         return added
     if packet in _NORMS:

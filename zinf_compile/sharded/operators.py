@@ -14,6 +14,7 @@ from zinf_compile.runtime.units.shard_changes import spoiling
 from zinf_compile.runtime.units.shard_layout import is_dense
 from zinf_compile.runtime.units.shard_values import DeviceShard, ShardValues
 
+from .eager_gradients import operands_of_sum
 from .gradient import ShardedGradient
 from .metadata_calls import LIKE
 from .operands import as_scalar, gradient_values, shard_of
@@ -57,13 +58,13 @@ def answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return reduce(func, packet, args, kwargs)
     if packet == "_foreach_norm":
         return norms_of_all(func, args, kwargs)
+    if packet == "add":
+        args = operands_of_sum(_owner(args, kwargs).unit, args)
     if _is_elementwise(packet):
         return (
             _foreach(func, packet, args, kwargs) if packet.startswith("_foreach_") else _elementwise(func, packet, args, kwargs)
         )
-    owner = first_sharded((args, kwargs))
-    assert owner is not None, "it was called for one"
-    return owner.refuse(packet)
+    return _owner(args, kwargs).refuse(packet)
 
 
 def view_of_gradient(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -81,6 +82,12 @@ def _is_elementwise(packet: str) -> bool:
     return any(torch.Tag.pointwise in found for found in tags) and not any(
         torch.Tag.nondeterministic_seeded in found for found in tags
     )
+
+
+def _owner(args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor:
+    owner = first_sharded((args, kwargs))
+    assert owner is not None, "it was called for one"
+    return owner
 
 
 def _view(func: Any, tensor: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -107,8 +114,7 @@ def _foreach(func: Any, packet: str, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _elementwise(func: Any, packet: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    owner = first_sharded((args, kwargs))
-    assert owner is not None, "it was called for one"
+    owner = _owner(args, kwargs)
     target = _written(func, args, kwargs)
     if target is not None and not isinstance(target, ShardedTensor | ShardedGradient):
         return func(*tree_map(_whole, tuple(args)), **tree_map(_whole, kwargs))

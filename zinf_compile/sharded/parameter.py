@@ -18,6 +18,7 @@ from zinf_compile.runtime.units.twin import twin_of
 from zinf_compile.runtime.units.unit import Unit
 
 from .data_assignment import assign, reject_reshape
+from .eager_gradients import reduce_whole_gradients
 from .metadata_calls import OFTEN, reads_metadata
 from .parameter_ops import makes_companion
 
@@ -141,6 +142,9 @@ def hollow_out(parameter: nn.Parameter, unit: Unit) -> None:
         _unit_of_storage[parameter.untyped_storage()._cdata] = unit
     parameter._zinf_unit = unit  # type: ignore[attr-defined]
     parameter.__class__ = ShardedParameter
+    if unit.shard_group.size > 1 and unit.dtype.is_floating_point:
+        with no_torch_function():
+            reduce_whole_gradients(parameter)
 
 
 def fill(parameter: ShardedParameter, full: torch.Tensor) -> None:

@@ -12,18 +12,16 @@ from torch import nn
 from zinf_compile._frames import calling_methods, inside_compiled_call, is_given_to_function
 from zinf_compile._torch import inside_ddp, limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.lanes.lanes import Done
 from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.system.accelerator import converting_methods
 from zinf_compile.runtime.units.fetch import fetch
-from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
 from .call_names import call_name
 from .data_assignment import changed_parameters, reject_reshape
-from .eager_collectives import gather_for_eager, reduce_for_eager
+from .eager_collectives import gather_for_eager
+from .eager_gradients import partitioned_gradient
 from .gathered_copies import lost_write, read_only, unrecorded_copy, versions
-from .gradient import ShardedGradient
 from .hollow_calls import answer_assignment, call_on_values
 from .metadata_calls import converts_nothing
 from .offloaded_value import value_of as offloaded_value
@@ -240,12 +238,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        unit: Unit = ctx.unit
-        shard = unit.flat(grad).to(unit.reduce_dtype, copy=True)
-        if unit.shard_group.size > 1:
-            shard = reduce_for_eager(unit, shard)
-        unit.context.memory.ledger.track("grads", shard)
-        return ShardedGradient(unit, *offload(unit, shard, Done()))
+        return partitioned_gradient(ctx.unit, grad)
 
 
 def _gradient_edge(item: Any) -> Any:
