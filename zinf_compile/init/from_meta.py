@@ -28,6 +28,7 @@ from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.allowed_homes import farthest_homes
 from zinf_compile.sharded.budget_checks import check_shards
+from zinf_compile.sharded.eager_gradients import stop_reducing
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.homes_ahead import homes_ahead
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_out, hollow_tensor
@@ -323,7 +324,8 @@ def _materializing(
         for target, twin in itertools.zip_longest(targets, twins):
             if twin is not None and not target.done:
                 target.meta.__class__ = nn.Parameter
-                for attribute in ("_zinf_materialization", "_zinf_reduces", "_zinf_unit"):
+                stop_reducing(target.meta)
+                for attribute in ("_zinf_materialization", "_zinf_unit"):
                     vars(target.meta).pop(attribute, None)
                 swap_contents(target.meta, twin)
             target.tie()

@@ -43,6 +43,13 @@ def reduce_whole_gradients(parameter: nn.Parameter) -> None:
         parameter.requires_grad_(learns)
 
 
+def stop_reducing(parameter: nn.Parameter) -> None:
+    """Take the hook away from a parameter that is no longer partitioned."""
+    handle = vars(parameter).pop("_zinf_reduces", None)
+    if handle is not None:
+        handle.remove()
+
+
 def operands_of_sum(unit: Unit, args: Sequence[Any]) -> Sequence[Any]:
     """Return the operands of a sum with what is partitioned like `unit`: those that a backward computed whole, reduced."""
     if unit.shard_group.size == 1 or not any(_is_whole(item, unit) for item in args) or not runs_backward():
@@ -54,6 +61,8 @@ def operands_of_sum(unit: Unit, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _reduce(of: weakref.ref[nn.Parameter], grad: torch.Tensor) -> torch.Tensor | None:
+    if type(grad) is not torch.Tensor:  # partitioned, as nearly always
+        return None
     parameter = of()
     if parameter is None or not _is_hollow(parameter):
         return None
