@@ -28,7 +28,8 @@ class StepDone:
     number: int
     """Counts the optimizer's steps since it was made or its states were loaded."""
     settings: tuple[str, ...]
-    """One line for each group: its settings when the step began, and the units that were updated with them."""
+    """One line for each group: its settings when the step began, and the units that were updated with them; and one for each
+    gradient that was whole."""
 
     @functools.cached_property
     def digest(self) -> int:
@@ -59,7 +60,8 @@ def differ_in_steps(line: str, other: str) -> bool:
 
 ADVICE = (
     "An optimizer's step() was called on some ranks only (a guard such as `if not isfinite(loss): continue` must decide alike on "
-    "all of them), or with other settings, such as the learning rate: shards of one parameter now belong to different steps. "
-    "Load a checkpoint of model and optimizer on all ranks to go on from there"
+    "all of them), or with other settings, such as the learning rate, or with other whole gradients, as those set by hand or "
+    "computed inside gathered() are: shards of one parameter now belong to different steps. Load a checkpoint of model and "
+    "optimizer on all ranks to go on from there"
 )
 """Advice where ranks differ in a step."""

@@ -19,6 +19,10 @@ DIFFERENCES = {
     "skipped_first_step": (r"step\(\) of no optimizer yet", f"{SGD} once, the last with lr=0.1, {OF_ALL}"),
     "other_rate": (f"{SGD} once, the last with lr=0.1, {OF_ALL}", f"{SGD} once, the last with lr=0.2, {OF_ALL}"),
     "gradient_dropped": (f"{SGD} once, the last with lr=0.1, {OF_ALL}", f"{SGD} once, .* for 5 parameters: numbers .*"),
+    "whole_gradient": (
+        f"{SGD} 2 times, the last with the whole gradient of first.bias: values [0-9a-f]+",
+        f"{SGD} 2 times, the last with the whole gradient of first.bias: values [0-9a-f]+",
+    ),
     "deferred": (f"{SGD} 3 times, .*", f"{SGD} 2 times, .*"),
 }
 

@@ -90,6 +90,16 @@ def gradient_dropped(rank: int, size: int, folder: str) -> None:
     run.compiled(*vectors(0, rank))
 
 
+def whole_gradient(rank: int, size: int, folder: str) -> None:
+    """Each rank computes a gradient for itself, of whole parameters."""
+    run = Run(rank, size, folder)
+    run.step()
+    with zinf_compile.gathered(run.model):
+        run.model.first.bias.square().sum().mul(rank + 1).backward()
+    run.optimizer.step()
+    run.compiled(*vectors(0, rank))
+
+
 def deferred(rank: int, size: int, folder: str) -> None:
     """A step that goes on beside the next forward."""
     tiers = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": folder}
@@ -137,6 +147,9 @@ def alike(rank: int, size: int, folder: str) -> None:
         return loss
 
     run.optimizer.step(closure)
+    run.model.first.bias.grad = torch.ones(run.model.first.bias.shape)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     run.step()
     for fused in (False, True):
@@ -169,6 +182,7 @@ CASES: dict[str, Callable[[int, int, str], None]] = {
     "skipped_first_step": skipped_first_step,
     "other_rate": other_rate,
     "gradient_dropped": gradient_dropped,
+    "whole_gradient": whole_gradient,
     "deferred": deferred,
     "full_state_dict": during_a_save(lambda run: zinf_compile.full_state_dict(run.model) and None),
     "full_optimizer_state_dict": during_a_save(lambda run: zinf_compile.full_optimizer_state_dict(run.optimizer) and None),

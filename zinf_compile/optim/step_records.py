@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.runtime.comm.fingerprint import fingerprint
 from zinf_compile.runtime.comm.steps_done import StepDone
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.steps_taken import note_step
@@ -30,19 +31,23 @@ def settings_of_step(optimizer: Optimizer, *, by_closure: bool) -> Due:
     `by_closure`: the gradients are computed during the step.
     """
     lines: dict[Context, list[str]] = collections.defaultdict(list)
+    whole: dict[Context, list[str]] = collections.defaultdict(list)
     due: dict[Context, list[Unit]] = collections.defaultdict(list)
     for group in optimizer.param_groups:
         members: dict[Context, list[Unit]] = collections.defaultdict(list)
         for p in group["params"]:
             if not isinstance(p, ShardedParameter) or p._zinf_unit.shard_group.size == 1:
                 continue
-            if p.grad is not None or (by_closure and p.requires_grad):
-                members[p._zinf_unit.context].append(p._zinf_unit)
+            grad, unit = p.grad, p._zinf_unit
+            if grad is not None or (by_closure and p.requires_grad):
+                members[unit.context].append(unit)
+            if type(grad) is torch.Tensor and grad.layout is torch.strided:  # of which each rank takes its part
+                whole[unit.context].append(f"the whole gradient of {unit.name}: {fingerprint(grad)}")
         described = ", ".join(f"{name}={_text(group[name])}" for name in optimizer.defaults if name in _kept(group))
         for context, units in members.items():
             lines[context].append(f"{described} for {len(units)} parameters: numbers {_ranges([u.serial for u in units])}")
             due[context] += units
-    return {context: (tuple(lines[context]), units) for context, units in due.items()}
+    return {context: ((*lines[context], *whole[context]), units) for context, units in due.items()}
 
 
 def note(optimizer: Optimizer, due: Due) -> None:

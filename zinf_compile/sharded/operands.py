@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -10,6 +9,7 @@ import torch
 
 from zinf_compile._frames import inside_compiled_call
 from zinf_compile.errors import RankMismatchError
+from zinf_compile.runtime.comm.fingerprint import fingerprint
 from zinf_compile.runtime.units.shard_layout import DenseLayout
 from zinf_compile.runtime.units.shard_values import DeviceShard, OffloadedGradientShard, ShardValues
 from zinf_compile.runtime.units.unit import Unit
@@ -76,7 +76,7 @@ def cut_whole(value: torch.Tensor, owner: ShardedTensor, operator: str) -> torch
     if owner.unit.shard_group.size > 1:
         try:
             owner.unit.ranks.agree(
-                [*owner.describe(operator), f"beside a whole tensor, values {_hash(flat)}"], what=f"{operator}()"
+                [*owner.describe(operator), f"beside a whole tensor, {fingerprint(flat)}"], what=f"{operator}()"
             )
         except RankMismatchError as error:
             raise RankMismatchError(
@@ -112,8 +112,3 @@ def _ranks_differ(one: Unit, other: Unit) -> bool:
     if one.shard_group.partition != other.shard_group.partition:
         return True
     return one.context is not other.context and one.shard_group.size > 1
-
-
-def _hash(flat: torch.Tensor) -> str:
-    values = flat.contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return hashlib.blake2b(values.data, digest_size=8).hexdigest()

@@ -7,7 +7,6 @@ never reach the backend. On several ranks they must be trained like the rest, or
 from __future__ import annotations
 
 import gc
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 from zinf_compile.errors import RankMismatchError
 from zinf_compile.ir.tiers import Placement
+from zinf_compile.runtime.comm.fingerprint import fingerprint
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.whole_unit import whole_unit
@@ -76,7 +76,7 @@ class _Average:
         if not self._compared and parameter is not None:
             self._compared = True
             try:
-                context.ranks.agree([_fingerprint(parameter)], what=f"comparing the values of {self._name}")
+                context.ranks.agree([fingerprint(parameter)], what=f"comparing the values of {self._name}")
             except RankMismatchError as error:
                 raise RankMismatchError(
                     f"parameter {self._name} is used outside the compiled graphs and so stays whole on each rank, but its values "
@@ -109,11 +109,6 @@ def _all_reduce(tensor: torch.Tensor, context: Context) -> Callable[[], None]:
         flat.copy_(full)
 
     return transfer
-
-
-def _fingerprint(parameter: torch.Tensor) -> str:
-    values = parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return f"values {hashlib.blake2b(values.data, digest_size=8).hexdigest()}"
 
 
 def models_of(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
