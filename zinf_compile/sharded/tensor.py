@@ -115,7 +115,7 @@ class ShardedTensor(torch.Tensor):
         with torch.no_grad():
             shard = self._read()
             if self._unit.shard_group.size == 1:
-                return dense.logical(shard.clone())
+                return dense.logical(shard if self.shard_values.resident is None else shard.clone())
             full = context.full_buffer(self._unit.numel, self.dtype, self.device)
             gather_whole(self._unit, shard, full, f"gathering a tensor partitioned like {self._unit.name}")
             return dense.logical(full)
