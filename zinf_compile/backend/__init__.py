@@ -38,6 +38,16 @@ tiles_of_inputs — Tiles of a graph's parameters: whether they follow from the 
 wrappers — Refusal of models in data-parallel wrappers.
 """
 
-from .graph_compiler import zero_infinity
+from typing import Any
 
-__all__ = ["zero_infinity"]
+from zinf_compile.optim.eager_models import watch_steps
+
+from . import graph_compiler
+
+
+def __getattr__(name: str) -> Any:
+    """Return the backend, which `torch.compile` asks for once, by the name in the package's entry points."""
+    if name == "zero_infinity":
+        watch_steps()
+        return graph_compiler.zero_infinity
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,8 @@ closure_step — Steps whose closure partitions the model by its first compiled 
 deferrable — Which steps may be deferred to the next forward.
 deferred_step — Deferred steps: chunks updated by a worker thread during the next forward, bitwise equal to updating them in
     `step()`.
+eager_models — Models that `torch.compile` was to compile with this backend, and of which Dynamo compiled nothing: found at a
+    step.
 elementwise_probe — Probes whether an optimizer updates element by element, by steps on small tensors: whole, and cut in
     pieces.
 elementwise_trial — Trial of an optimizer on a private tensor: its states, and comparisons of a piece alone with the whole.

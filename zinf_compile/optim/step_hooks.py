@@ -22,6 +22,7 @@ from .before_updates import prepare_updates
 from .chunked_step import begin_chunks, explaining_progress
 from .closure_step import Closure, closure_of, hollow_of, run_on_stand_in, with_closure
 from .deferred_step import finish_deferred
+from .eager_models import check_compiled
 from .elementwise_probe import check_elementwise
 from .offloaded_states import OffloadedStates
 from .precision import warn_of_short_updates
@@ -59,6 +60,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return (repeated.optimizer, *args[1:]), kwargs
     hollow = hollow_of(optimizer)
     if not hollow and not split_units(optimizer):
+        check_compiled(optimizer)
         return run_on_stand_in(optimizer, args, kwargs, partial(_fill_entered, optimizer))
     sources = _check(optimizer, hollow)
     kwargs = dict(kwargs)
