@@ -18,6 +18,7 @@ from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.wrapping_optimizers import is_wrapper
 
 from .elementwise_trial import (
     TensorSubclassStateError,
@@ -103,6 +104,8 @@ def check_pieces(optimizer: Optimizer, group: Mapping[str, Any], unit: Unit) -> 
 
 
 def _verdict(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> _Verdict:
+    if is_wrapper(optimizer):
+        return _Verdict(None, {})
     verdicts: dict[Hashable, _Verdict] = record_of(optimizer).verdicts
     settings = {k: v for k, v in group.items() if k != "params"}
     key = (dtype, *sorted((k, v if isinstance(v, str) else bool(v)) for k, v in settings.items() if isinstance(v, _DECIDING)))

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zinf_compile.errors import StepFailedError
 from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.wrapping_optimizers import is_wrapper
 
 from .before_updates import prepare_updates
 from .chunked_step import begin_chunks, explaining_progress
@@ -49,7 +50,7 @@ def install() -> None:
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     record = record_of(optimizer)
-    if record.state is State.STAND_IN:  # the step of one chunk, or a step's super().step()
+    if record.state is State.STAND_IN or is_wrapper(optimizer):  # the step of one chunk, or a step's super().step()
         return None
     if record.saving is not None:
         record.saving.tell()  # with the other ranks, whatever else there is to say

@@ -78,6 +78,7 @@ unpartitioned_report — Report at the first step of what is whole on every rank
     and their states.
 unplanned — Units that were made before any graph: nothing has planned for their gradients and updates yet.
 whole_values — Calls that need whole values of partitioned tensors: they are loaded or gathered, where that is possible.
+wrapping_optimizers — Optimizers that work through others, which they keep: the steps of those have hooks of their own.
 """
 
 from . import dispatch as dispatch

@@ -30,6 +30,7 @@ from .parameter import ShardedParameter, assign_data, check_assignable, unit_of
 from .parameter_ops import on_shards
 from .recompile_limit import warn_of_eager_frame
 from .tensor import ShardedTensor
+from .wrapping_optimizers import is_wrapper
 
 _DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _ON_OFFLOADED = (*_DETACHED, torch.Tensor.copy_)
@@ -109,7 +110,7 @@ def _reject_optimizer(unit: Unit, name: str) -> None:
     """Raise where an optimizer's method works on parameters not all of which are at hand: it must change all or none."""
     calling = ((caller, method) for caller, method in calling_methods() if isinstance(caller, torch.optim.Optimizer))
     optimizer, method = next(calling, (None, ""))
-    if optimizer is None:
+    if optimizer is None or is_wrapper(optimizer):
         return
     units = [unit, *(u for group in optimizer.param_groups for p in group["params"] if (u := unit_of(p)) is not None)]
     refused = next((u for u in units if not u.at_hand and type(u.parameter()) is ShardedParameter), None)

@@ -23,6 +23,7 @@ from .metadata_calls import LIKE
 from .offloaded_storage import is_read_later
 from .operands import cut_whole, gradient_values, is_scalar
 from .tensor import ShardedTensor, assign_values, first_sharded, is_refusal, parameter_values, reads_memory
+from .wrapping_optimizers import is_wrapper
 
 _NOT_HERE = frozenset(
     [
@@ -139,6 +140,8 @@ def _saves_or_wraps(*, alone: bool) -> bool:
 def _entered_before(optimizer: Any) -> bool:
     """Return whether an optimizer's step runs on hollow parameters: its closure has partitioned them."""
     if not isinstance(optimizer, torch.optim.Optimizer) or not getattr(type(optimizer).step, "hooked", False):
+        return False
+    if is_wrapper(optimizer):
         return False
     return any(hasattr(p, "_zinf_unit") for group in optimizer.param_groups for p in group["params"])
 
