@@ -25,8 +25,9 @@ def read_copy(states: StateTable, entry: StateEntry, name: str) -> torch.Tensor:
         return found.tensor()
     if states.transfers.buffers.held:
         raise StepFailedError(
-            f"state {name!r} of {unit.name} can't be read now: a step of {states.optimizer_name} is under way, as in a hook of "
-            "it, or ended in its middle. Read states once step() has returned; where it has failed, load a checkpoint first"
+            f"state {name!r} of {unit.name} can't be read now: a step of {states.optimizer_name} is under way, as in another "
+            "thread beside it, or ended in its middle. Read states once step() has returned; where it has failed, load a "
+            "checkpoint first"
         )
     with states.transfers.context.lanes.meter.waiting(), torch.no_grad():
         write_changed_copies(states)

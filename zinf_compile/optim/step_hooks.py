@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zinf_compile.errors import StepFailedError
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -42,10 +42,25 @@ _installed: list[Any] = []
 
 
 def install() -> None:
-    """Register the process-wide step hooks, once."""
+    """Register the process-wide step hook, once."""
     if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)))
-        _installed.append(register_optimizer_step_post_hook(torch.compiler.disable(_after_step)))
+        _installed.append(register_optimizer_step_pre_hook(torch.compiler.disable(_place_hooks)))
+
+
+def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let the hooks that begin and end a step run next to it: the user's change gradients, settings and parameters outside it.
+
+    PyTorch runs process-wide hooks first, and last after the step. It looks at the optimizer's own behind these.
+    """
+    if record_of(optimizer).state is State.STAND_IN:
+        return
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
+    if _BEFORE_STEP not in before.values():
+        optimizer.register_step_pre_hook(_BEFORE_STEP)
+        optimizer.register_step_post_hook(_AFTER_STEP)
+    before.move_to_end(next(number for number, hook in before.items() if hook is _BEFORE_STEP))
+    after.move_to_end(next(number for number, hook in after.items() if hook is _AFTER_STEP), last=False)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,6 +172,10 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         account_states(optimizer)
         record.filled_bytes = running.filled_bytes
     report_step(optimizer)
+
+
+_BEFORE_STEP, _AFTER_STEP = torch.compiler.disable(_before_step), torch.compiler.disable(_after_step)
+"""Hooks of each optimizer."""
 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

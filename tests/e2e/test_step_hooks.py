@@ -1,0 +1,115 @@
+"""Hooks of a user's optimizer: what they change before a step counts in it, and what they change after it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import vectors
+from stepped_pairs import Pair
+from torch import nn
+from torch.optim import Optimizer
+from training import assert_same
+from twin_models import whole
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
+
+
+def _members(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def clip_gradients(optimizer: Optimizer, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(_members(optimizer), 0.01)
+
+
+def change_gradients(optimizer: Optimizer, *_: Any) -> None:
+    for number, p in enumerate(_members(optimizer)):
+        p.grad.mul_((-1.0) ** number)
+
+
+def replace_gradients(optimizer: Optimizer, *_: Any) -> None:
+    for number, p in enumerate(_members(optimizer)):
+        p.grad = p.grad * (-1.0) ** number
+
+
+def halve_rate(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+@torch.no_grad()
+def halve_parameters(optimizer: Optimizer, *_: Any) -> None:
+    for p in _members(optimizer):
+        p.mul_(0.5)
+
+
+@torch.no_grad()
+def change_states(optimizer: Optimizer, *_: Any) -> None:
+    for p in _members(optimizer):
+        optimizer.state[p]["exp_avg"].mul_(0.1)
+
+
+BEFORE = (clip_gradients, change_gradients, replace_gradients, halve_rate, halve_parameters)
+AFTER = (halve_rate, halve_parameters, change_states)
+TIERS = ("device", "nvme")
+
+
+def _optimizers(pair: Pair) -> list[Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=0.01, fused=True) for model in pair.models]
+
+
+def _compare(pair: Pair, optimizers: list[Optimizer]) -> None:
+    for _ in range(3):
+        for model, optimizer in zip(pair.models, optimizers, strict=True):
+            model(*vectors(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(*(model.parameters() for model in pair.models), strict=True):
+        assert_same("parameter", one.detach(), whole(other.detach()))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("hook", BEFORE)
+def test_before_a_step(hook: Callable[..., None], tier: str, drive: Path) -> None:
+    pair = Pair(drive, tier=tier, train=False)
+    optimizers = _optimizers(pair)
+    optimizers[0].register_step_pre_hook(hook)
+    optimizers[1].register_step_pre_hook(hook)
+    _compare(pair, optimizers)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("hook", AFTER)
+def test_after_a_step(hook: Callable[..., None], tier: str, drive: Path) -> None:
+    pair = Pair(drive, tier=tier, train=False)
+    optimizers = _optimizers(pair)
+    optimizers[0].register_step_post_hook(hook)
+    optimizers[1].register_step_post_hook(hook)
+    _compare(pair, optimizers)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_exception_before_a_step_leaves_all_as_it_was(tier: str, drive: Path) -> None:
+    pair = Pair(drive, tier=tier, train=False)
+    optimizers = _optimizers(pair)
+    _compare(pair, optimizers)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("in a hook")
+
+    for model, optimizer in zip(pair.models, optimizers, strict=True):
+        model(*vectors(2)).backward()
+        handle = optimizer.register_step_pre_hook(fail)
+        with pytest.raises(KeyError, match="in a hook"):
+            optimizer.step()
+        handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+    _compare(pair, optimizers)
