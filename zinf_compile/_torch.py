@@ -214,6 +214,7 @@ def by_backend_of_pytorch() -> bool:
     return re.match(r"torch(\._dynamo\.(backends|eval_frame)|\._inductor|$)", getattr(backend, "__module__", "")) is not None
 
 
+@torch.compiler.assume_constant_result
 def inside_dynamo() -> bool:
     """Return whether Dynamo compiles in this thread. In code that isn't captured PyTorch 2.11's `is_compiling` is false then."""
     return CompileContext.current_compile_id() is not None

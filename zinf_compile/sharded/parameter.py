@@ -11,7 +11,14 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from zinf_compile._torch import by_backend_of_pytorch, graph_break, never_compile_alone, no_torch_function, tensor_on_storage
+from zinf_compile._torch import (
+    by_backend_of_pytorch,
+    graph_break,
+    inside_dynamo,
+    never_compile_alone,
+    no_torch_function,
+    tensor_on_storage,
+)
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.units.twin import twin_of
@@ -53,7 +60,7 @@ class ShardedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and inside_dynamo():  # not another thread
             if by_backend_of_pytorch():  # whose code would read the hollow memory: the call runs between two graphs
                 graph_break(
                     "a parameter that zero_infinity has partitioned is used in code that another backend compiles: the call runs "
@@ -121,7 +128,7 @@ class ShardedParameter(nn.Parameter):
         )
 
     def set_(self, *source: Any) -> Any:  # torch's own comes past __torch_function__
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and inside_dynamo():
             return super().set_(*source)
         if len(source) != 1 or not isinstance(source[0], torch.Tensor):
             reject_reshape(torch.Tensor.set_, self._zinf_unit)
