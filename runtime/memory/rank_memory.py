@@ -88,7 +88,8 @@ class Memory:
     def least_cap(self, ledger: Ledger, size: int) -> int:
         """Return the cap that has room for `size` more bytes, with all staging that may be needed at any moment."""
         staged = ledger is self.host_ledger and self._drives_used()  # without drives there is none
-        staging = max(0, self.staging.cap_bytes - self.staging.bytes) if staged else 0
+        planned = min(self.staging.cap_bytes, self.reservations.staging or 0)
+        staging = max(0, planned - self.staging.bytes) if staged else 0
         return ledger.total()[0] + staging + size
 
     def wait_copied(self, ledger: Ledger, enough: Callable[[], bool]) -> None:

@@ -6,12 +6,15 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Hashable
 
-from zinf_compile.ir.sizes import UNFORESEEN, Sides
+from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES, UNFORESEEN, Sides
 from zinf_compile.ir.tiers import Tier
 
 _SIDES = (Tier.DEVICE, Tier.HOST)
 
 _NONE = Sides(0, 0)
+
+_CAP_TO_STAGING = 64
+"""A cap by the staging that it leaves for what no graph has planned."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,6 +164,12 @@ class Reservations:
     def staging(self) -> int | None:
         """The least staging of all; None where none limits it."""
         return min((reservation.staging for reservation in self._made if reservation.staging is not None), default=None)
+
+    @property
+    def staging_limit(self) -> int:
+        """The bytes to stage at once: as planned; where nothing was, of what user code reads, as little as caps are small."""
+        planned, caps = self.staging, [cap for cap in (self.device_cap, self.host_cap) if cap is not None]
+        return planned or min([STAGING_BYTES, *(max(BLOCK_BYTES, cap // _CAP_TO_STAGING) for cap in caps)])
 
     @property
     def chunk_buffers(self) -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from rank_caps import EXTRA, caps_of_all
+from rank_caps import EXTRA, average_within, caps_of_all
 from ranks import run_ranks
 
 
@@ -11,3 +13,11 @@ from ranks import run_ranks
 def test_ranks_refuse_together_and_name_what_works_for_all() -> None:
     for wide, narrow, _, uneven in run_ranks(caps_of_all, 2):
         assert narrow < wide < uneven <= wide + 2 * EXTRA
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+def test_averages_are_made_within_a_small_cap_beside_states_on_a_drive(tmp_path: Path) -> None:
+    """No graph stages anything, so that nothing of the cap is kept for staging."""
+    cap = 1 << 20
+    assert all(peak <= cap for peak in run_ranks(average_within, 2, str(tmp_path), cap))

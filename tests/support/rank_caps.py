@@ -8,10 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from models import Mlp
 from named_cap import named_cap
 from rank_reduce_dtype import build, prepare, smallest_cap
+from stepped_pairs import clones, step
 from tiers import compiled, context_of, in_pieces, words
+from training import adamw
 
+import zinf_compile
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.context import Context
 
@@ -109,3 +113,13 @@ def like_parameters(rank: int, cap: int) -> int:
     assert cap > before
     assert f"{cap:,}" in said(cap - 1, count)[0]
     return cap
+
+
+def average_within(rank: int, world: int, folder: str, cap: int) -> int:
+    """Copy all parameters beside states on a drive, within a small cap; return the peak."""
+    torch.compiler.reset()
+    model = compiled(Mlp(), {"optimizer": "nvme", "nvme": folder, "device_memory": cap, "compute": "fx", "timeout_s": 20})
+    step(model, adamw(model.parameters()))
+    assert all(average.numel() for average in clones(model))
+    peak: int = zinf_compile.stats(model)["memory"]["device"]["peak"]["all"]
+    return peak

@@ -16,7 +16,7 @@ from zinf_compile.config import Config
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.saved_memory import SavedMemory, bytes_in_memory
-from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES, Sides
+from zinf_compile.ir.sizes import BLOCK_BYTES, Sides
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_needs, measure_one_ahead
@@ -289,7 +289,7 @@ class GraphBudget:
         self._reservations.append(reservation)
         reservations.add(reservation)
         memory.inflight_gradients.limit = reservations.on_the_way
-        memory.staging.limit(reservations.staging or STAGING_BYTES)
+        memory.staging.limit(reservations.staging_limit)
 
     def _check_device(self, transient: TransientMemory) -> _Side:
         context, model = self.context, self.model

@@ -99,7 +99,7 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
         least=passing,
     )
     reservations.add(made)
-    memory.staging.limit(reservations.staging or STAGING_BYTES)
+    memory.staging.limit(reservations.staging_limit)
     try:
         yield
     except BaseException:
