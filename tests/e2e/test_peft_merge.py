@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 from models import Mlp, vectors
-from training import adamw, assert_same, assert_same_models, in_place, plain_step, twins
+from tiers import compiled, options_for
+from training import adamw, assert_same, assert_same_models, plain_step, twins
 
 
 def adapted() -> Any:
@@ -16,9 +19,11 @@ def adapted() -> Any:
     return peft.get_peft_model(Mlp(), peft.LoraConfig(**settings))  # type: ignore[arg-type]
 
 
-def test_adapters_are_merged_and_unmerged() -> None:
+@pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_adapters_are_merged_and_unmerged(tier: str, tmp_path: Path) -> None:
     models: list[Any] = list(twins(adapted))
-    in_place(models[1])
+    compiled(models[1], options_for((tier,) * 3, tmp_path) if tier != "device" else {})
     optimizers = [adamw(p for p in model.parameters() if p.requires_grad) for model in models]
 
     def train(number: int) -> None:

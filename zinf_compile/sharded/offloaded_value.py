@@ -115,6 +115,11 @@ class OffloadedValue(torch.Tensor):
         """See `torch.Tensor.as_subclass`; raises."""
         self._refuse(f"seen as a {cls.__name__}")
 
+    def is_all_of(self, unit: Unit) -> bool:
+        """Say whether this is the whole value of a unit, in its order: what was written to it is there."""
+        same = (tuple(self.shape), self.stride(), self.dtype) == (unit.shape, unit.stride, unit.dtype)
+        return self._storage.unit is unit and same and not self.storage_offset()
+
     def _refuse(self, what: str) -> NoReturn:
         raise PartitionedParameterError(
             f"the value of parameter {self._storage.unit.name} is off the device and can't be {what}: use a clone() of it"

@@ -21,6 +21,7 @@ from .data_assignment import assign
 from .gradient import ShardedGradient
 from .metadata_calls import LIKE
 from .offloaded_storage import is_read_later
+from .offloaded_value import OffloadedValue
 from .operands import cut_whole, gradient_values, is_scalar
 from .tensor import ShardedTensor, assign_values, first_sharded, is_refusal, parameter_values, reads_memory
 from .wrapping_optimizers import is_wrapper
@@ -102,6 +103,10 @@ def _assign(parameter: Any, value: Any) -> Any:
     unit: Unit = parameter._zinf_unit
     if isinstance(other := getattr(value, "_zinf_unit", None), Unit):  # a parameter
         value = other.whole() if other.at_hand else parameter_values(other)
+    if isinstance(value, OffloadedValue):  # of what was recorded for autograd, as `parameter.data += product`
+        if value.is_all_of(unit):
+            return None
+        value = value.detach().clone()
     alone = unit.shard_group.size == 1
     is_plain = alone and type(value) in (torch.Tensor, nn.Parameter) and value.device == unit.device
     if not (isinstance(value, ShardedTensor) or is_plain) or (tuple(value.shape), value.dtype) != (unit.shape, unit.dtype):
