@@ -65,10 +65,11 @@ def _check_model(model: nn.Module, optimizer: str) -> None:
     way = "set torch._dynamo.config.allow_rnn = True, or call it from a module of your own" if recurrent else ""
     name = type(getattr(model, "_orig_mod", model)).__name__
     found = (
-        f'torch.compile(backend="zero_infinity") has compiled nothing of {name} before this step of {optimizer}: '
-        f"Dynamo left every forward so far to eager code, {reason}. No parameter is partitioned"
+        f'torch.compile(backend="zero_infinity") has compiled nothing of {name} that uses its parameters, before this step of '
+        f"{optimizer}: Dynamo left every forward so far to eager code, {reason}, or functional_call() replaced the parameters. "
+        "None is partitioned"
     )
-    help_ = f"{way or 'move what it can not compile to a module of its own'}; TORCH_LOGS=graph_breaks names the places"
+    help_ = f"{way or 'let a module of its own have what breaks the graph'}; TORCH_LOGS=graph_breaks names the places"
     if size > 1:
         raise UnsupportedModelError(f"{found}, and no gradient is averaged over the {size} ranks: {help_}")
     warnings.warn(f"{found} or leaves the device, and no cap holds: {help_}", stacklevel=_CALLER)

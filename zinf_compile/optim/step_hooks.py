@@ -52,7 +52,7 @@ def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
     PyTorch runs process-wide hooks first, and last after the step. It looks at the optimizer's own behind these.
     """
-    if record_of(optimizer).state is State.STAND_IN:
+    if record_of(optimizer).state is State.STAND_IN or is_wrapper(optimizer):
         return
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
