@@ -341,6 +341,14 @@ class Ranks:
             raise self.failed(what, error) from error
 
 
+_GATHER = "all_gather "
+_OTHER_GRAPH = (
+    "Where these are of the same model, its graphs differ: a batch or a length of 1 on some ranks alone makes another one there, "
+    "for PyTorch compiles sizes of 1 apart; pad such batches, or drop them on all ranks"
+)
+"""Advice where ranks gather in other orders."""
+
+
 def _first_difference(described: list[list[str]]) -> str:
     first, of_first, *expected = described[0]
     for rank, (what, options, *lines) in enumerate(described):
@@ -354,6 +362,8 @@ def _first_difference(described: list[list[str]]) -> str:
                     text = f"{text} Rank 0 has {of_first!r}; rank {rank} has {options!r}."
                 if differ_in_steps(here, there):
                     text = f"{text} {ADVICE}"
+                elif here.startswith(_GATHER) and there.startswith(_GATHER):
+                    text = f"{text} {_OTHER_GRAPH}"
                 if ENDING in (first, what) and first != what:
                     text = f"{text} One rank's process has ended: has it run out of batches, or left the loop by itself?"
                 return text
