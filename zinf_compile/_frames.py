@@ -42,6 +42,10 @@ _COMPILED = frozenset(
 """Modules and functions below which runs what is compiled, or what a backward computes again of it. [torch 2.11 to 2.15]"""
 
 
+_NEAR = 8
+"""Frames from a call of an override up to the function of PyTorch's that makes it."""
+
+
 def inside_compiled_call() -> bool:
     """Return whether this runs in a call of something compiled, or is computed again: what Dynamo left there runs eagerly."""
     frame: FrameType | None = sys._getframe(1)
@@ -58,6 +62,18 @@ def is_given_to_function(value: object) -> bool:
     while frame is not None:
         called = (frame.f_globals.get("__name__"), frame.f_code.co_name)
         if called == ("torch.autograd.function", "apply") and any(item is value for item in _local_of(frame, "args")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def inside_new_parameter() -> bool:
+    """Return whether `nn.Parameter()` is what calls."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_NEAR):
+        if frame is None:
+            return False
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch.nn.parameter", "__new__"):
             return True
         frame = frame.f_back
     return False

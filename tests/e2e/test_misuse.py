@@ -192,6 +192,18 @@ def test_gathered_inside_gathered_reads_and_does_not_write() -> None:
     pair.train()
 
 
+def test_a_parametrization_is_registered_inside_gathered() -> None:
+    pair = Pair()
+    with pytest.raises(PartitionedParameterError, match=r"nn.Parameter\(\) was given parameter first.weight.* inside `with zin"):
+        nn.utils.parametrizations.weight_norm(pair.ours.first)
+    pair.train()
+    with gathered(pair.ours, write=True):
+        for model in pair.models:
+            nn.utils.parametrizations.weight_norm(model.first)
+    pair.optimizers[:] = [adamw(model.parameters()) for model in pair.models]
+    pair.train()
+
+
 def test_the_compiled_model_is_refused_inside_gathered_and_runs_after() -> None:
     pair = Pair()
     with gathered(pair.ours), pytest.raises(PartitionedParameterError, match=r"first.weight is gathered: leave `with zinf_comp"):

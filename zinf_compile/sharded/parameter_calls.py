@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zinf_compile._frames import calling_methods, inside_compiled_call, is_given_to_function
+from zinf_compile._frames import calling_methods, inside_compiled_call, inside_new_parameter, is_given_to_function
 from zinf_compile._torch import inside_ddp, limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.memory.own_storage import with_own_storage
@@ -54,6 +54,12 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
     if func is torch.Tensor.detach and packs_for_recomputation():
         with no_torch_function():
             return func(*args, **kwargs)  # torch.utils.checkpoint keeps it for the backward, which gathers it
+    if func is torch.Tensor.detach and inside_new_parameter():  # which wants another one of the same class
+        raise PartitionedParameterError(
+            f"nn.Parameter() was given parameter {unit.name}, shape {list(unit.shape)}, which is partitioned. Give it a value, "
+            "as `parameter.detach().clone()` is where the parameter is on the device of one process; else, and to register a "
+            "parametrization, call it inside `with zinf_compile.gathered(model, write=True):`"
+        )
     limited = limited_frame()
     if limited is not None and unit.at_hand:
         warn_of_eager_frame(limited, unit.name)
