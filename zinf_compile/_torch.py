@@ -305,15 +305,16 @@ def backends_of(model: torch.nn.Module) -> list[tuple[str, dict[str, Any]]]:
     Before the first call they are nowhere else: in the callback of the context that enters Dynamo. A callback is wrapped several
     times; the innermost calls the backend with its arguments.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
-    for module in model.modules():
-        wrapped = [getattr(vars(module).get("dynamo_ctx"), "callback", None)]
-        config = getattr(module._compiled_call_impl, "get_compiler_config", None)
-        wrapped += [getattr(cell.cell_contents, "callback", None) for cell in getattr(config, "__closure__", None) or ()]
-        for backend in map(_innermost, wrapped):
-            if isinstance(backend, torch._TorchCompileWrapper):
-                found.append((backend.compiler_name, dict(backend.kwargs)))
-    return found
+    return [backend for module in model.modules() for backend in own_backends(module)]
+
+
+def own_backends(module: torch.nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Return the same for one module alone, without those that it contains."""
+    wrapped = [getattr(vars(module).get("dynamo_ctx"), "callback", None)]
+    config = getattr(module._compiled_call_impl, "get_compiler_config", None)
+    wrapped += [getattr(cell.cell_contents, "callback", None) for cell in getattr(config, "__closure__", None) or ()]
+    backends = [backend for backend in map(_innermost, wrapped) if isinstance(backend, torch._TorchCompileWrapper)]
+    return [(backend.compiler_name, dict(backend.kwargs)) for backend in backends]
 
 
 def _innermost(callback: Any) -> Any:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from models import Mlp, vectors
 from recurrent import Recurrent, batch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from zinf_compile.optim.eager_models import watch_steps
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -42,7 +44,7 @@ def test_the_first_step_warns_once(wrapped: bool) -> None:
         _step(model, call, times=2)
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    assert "one that calls an nn.LSTM" in str(caught[0].message)
+    assert "as one that calls an nn.LSTM" in str(caught[0].message)
     assert "set torch._dynamo.config.allow_rnn = True, or call it from a module of your own" in str(caught[0].message)
 
 
@@ -69,3 +71,44 @@ def test_other_models_are_left_alone() -> None:
         _step(model, model)
         other = Recurrent()
         _step(other, torch.compile(other, backend="eager"))
+
+
+def test_a_step_in_whose_closure_the_gradients_are_made_warns() -> None:
+    model = Recurrent()
+    model.compile(backend="zero_infinity", options={"compute": "fx"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(batch(0, 0))
+        loss.backward()
+        return loss.item()
+
+    with pytest.warns(UserWarning, match="has compiled nothing of Recurrent"):
+        optimizer.step(closure)
+
+
+def test_an_uncompiled_part_beside_a_compiled_one_is_left_alone() -> None:
+    """As of a model for adversarial training whose parts have optimizers of their own, the compiled one's being the second."""
+    whole = torch.nn.ModuleDict({"compiled": Mlp(), "eager": torch.nn.Linear(2, 2)})
+    whole["compiled"].compile(backend="zero_infinity", options={"compute": "fx"})
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in whole.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole["eager"](torch.ones(2)).sum().backward()
+        optimizers["eager"].step()
+        whole["compiled"](*vectors(0)).backward()
+        optimizers["compiled"].step()
+
+
+def test_states_made_before_the_first_forward_are_no_step() -> None:
+    model = Mlp()
+    model.compile(backend="zero_infinity", options={"compute": "fx"})
+    optimizer = torch.optim.Adam(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module="torch.distributed")
+        get_optimizer_state_dict(model, optimizer)
+        model(*vectors(0)).backward()
+        optimizer.step()
+    assert all(isinstance(p, ShardedParameter) for p in model.parameters())

@@ -113,3 +113,30 @@ def test_an_exception_before_a_step_leaves_all_as_it_was(tier: str, drive: Path)
         optimizer.step()
         optimizer.zero_grad()
     _compare(pair, optimizers)
+
+
+def _register(optimizer: Optimizer) -> list[str]:
+    """Register a hook that removes itself, one that hands a closure to the step, and one behind it; return their calls."""
+    seen: list[str] = []
+
+    def once(*_: Any) -> None:
+        seen.append("once")
+        handle.remove()
+
+    def given(_: Optimizer, args: Any, kwargs: Any) -> Any:
+        seen.append("given")
+        return (args[0], lambda: seen.append("closure")), kwargs
+
+    handle = optimizer.register_step_pre_hook(once)
+    optimizer.register_step_pre_hook(given)
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    return seen
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_hooks_that_remove_themselves_or_change_what_a_step_is_given(tier: str, drive: Path) -> None:
+    pair = Pair(drive, tier=tier, train=False)
+    optimizers = _optimizers(pair)
+    calls = [_register(optimizer) for optimizer in optimizers]
+    _compare(pair, optimizers)
+    assert calls[0] == calls[1] == ["once", *["given", "closure", "after"] * 3]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile._torch import backends_of
+from zinf_compile._torch import own_backends
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.unpartitioned import is_averaged, models_of
@@ -24,8 +25,8 @@ _CHECKED = "compiled"
 _MOST_SEARCHES = 32
 """Searches of the process's modules, each of which looks at every object: meta-learning makes an optimizer for each task."""
 
-_CALLER = 6
-"""Frames from the warning to the call of `step()`: two of this module, one of hooks, and PyTorch's around these."""
+_CALLER = 7
+"""Frames from the warning to the call of `step()`: two of this module, two of hooks, and PyTorch's around these."""
 
 _searches_left = [0]
 """None, until `torch.compile` has asked for the backend."""
@@ -39,35 +40,43 @@ def watch_steps() -> None:
 def check_compiled(optimizer: Optimizer) -> None:
     """Check, once for an optimizer with gradients, that what it trains was compiled, if it was to be.
 
-    Raises `UnsupportedModelError` on several ranks, for they would train apart; else warns.
+    Raises `UnsupportedModelError` on several ranks, for they would train apart; else warns. A step at a rate of 0 is not the
+    first: `torch.distributed.checkpoint` takes such a one to make states.
     """
     if not _searches_left[0] or _CHECKED in record_of(optimizer).warned:
         return
-    given = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    trained = [p for p in given if p.grad is not None]
-    if not trained:
+    groups = optimizer.param_groups
+    trained = {p for p in itertools.chain.from_iterable(group["params"] for group in groups) if p.grad is not None}
+    if not trained or not any(group.get("lr", 1) for group in groups):
         return
-    if not any(isinstance(p, ShardedParameter) or is_averaged(p) for p in trained):
+    if not any(_is_known(p) for p in trained):
+        for model in models_of(list(trained)):
+            for module in model.modules():
+                if any(name == "zero_infinity" for name, _ in own_backends(module)):
+                    _check_module(module, trained, type(optimizer).__name__)
         _searches_left[0] -= 1
-        for model in models_of(trained):
-            _check_model(model, type(optimizer).__name__)
     record_of(optimizer).warned.add(_CHECKED)
 
 
-def _check_model(model: nn.Module, optimizer: str) -> None:
-    options = [options for name, options in backends_of(model) if name == "zero_infinity"]
-    if not options:
+def _is_known(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, ShardedParameter) or is_averaged(parameter)
+
+
+def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str) -> None:
+    """Check a compiled module, part of whose parameters may be trained."""
+    parameters = list(module.parameters())
+    if trained.isdisjoint(parameters) or any(map(_is_known, parameters)):
         return
-    groups = [given.get("options", given).get("process_group") for given in options]
+    groups = [given.get("options", given).get("process_group") for _, given in own_backends(module)]
     size = max(dist.get_world_size(group) for group in groups) if dist.is_initialized() else 1
-    recurrent = next((type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)), "")
-    reason = f"as one that calls an nn.{recurrent}" if recurrent else "as one with a graph break in a loop"
+    recurrent = next((type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase)), "")
+    reason = f"one that calls an nn.{recurrent}" if recurrent else "one with a graph break in a loop"
     way = "set torch._dynamo.config.allow_rnn = True, or call it from a module of your own" if recurrent else ""
-    name = type(getattr(model, "_orig_mod", model)).__name__
+    name = type(getattr(module, "_orig_mod", module)).__name__
     found = (
         f'torch.compile(backend="zero_infinity") has compiled nothing of {name} that uses its parameters, before this step of '
-        f"{optimizer}: Dynamo left every forward so far to eager code, {reason}, or functional_call() replaced the parameters. "
-        "None is partitioned"
+        f"{optimizer}. Dynamo leaves some forwards to eager code, as {reason}; or it is switched off, by set_stance() or its "
+        "recompile limit; or functional_call() replaced the parameters. None is partitioned"
     )
     help_ = f"{way or 'let a module of its own have what breaks the graph'}; TORCH_LOGS=graph_breaks names the places"
     if size > 1:

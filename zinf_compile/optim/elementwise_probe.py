@@ -108,13 +108,11 @@ def check_pieces(optimizer: Optimizer, group: Mapping[str, Any], unit: Unit) -> 
 
 
 def _verdict(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> _Verdict:
-    if is_wrapper(optimizer):
-        return _Verdict(None, {})
     verdicts: dict[Hashable, _Verdict] = record_of(optimizer).verdicts
     settings = {k: v for k, v in group.items() if k != "params"}
     key = (dtype, *sorted((k, v if isinstance(v, str) else bool(v)) for k, v in settings.items() if isinstance(v, _DECIDING)))
     if key not in verdicts:
-        verdicts[key] = _try(optimizer, settings, dtype)
+        verdicts[key] = _Verdict(None, {}) if is_wrapper(optimizer) else _try(optimizer, settings, dtype)
     return verdicts[key]
 
 
@@ -127,7 +125,8 @@ def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> 
         try:
             problem = None if _of_pytorch(optimizer) else _try_large(optimizer, settings, dtype)
             if problem is None and dtype not in _EXACT:
-                problem = _try_small(optimizer, settings, torch.float32).problem
+                with contextlib.suppress(Exception):  # a rule for narrow types alone
+                    problem = _try_small(optimizer, settings, torch.float32).problem
             return _Verdict(problem, {}) if problem is not None else _try_small(optimizer, settings, dtype)
         except TensorSubclassStateError as error:
             return _Verdict(str(error), {})

@@ -7,7 +7,7 @@ stays keyed by the parameter, so `state_dict()` works at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,29 +44,51 @@ _installed: list[Any] = []
 def install() -> None:
     """Register the process-wide step hook, once."""
     if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(torch.compiler.disable(_place_hooks)))
+        _installed.append(register_optimizer_step_pre_hook(torch.compiler.disable(_run_hooks)))
 
 
-def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the hooks that begin and end a step run next to it: the user's change gradients, settings and parameters outside it.
+class _Before:
+    """A user's hook before a step, which `_run_hooks` calls, behind which the step on shards begins; PyTorch calls it, too.
 
-    PyTorch runs process-wide hooks first, and last after the step. It looks at the optimizer's own behind these.
+    PyTorch runs process-wide hooks first, and would run the user's when the step had begun.
     """
-    if record_of(optimizer).state is State.STAND_IN or is_wrapper(optimizer):
-        return
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    @torch.compiler.disable
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.hook(optimizer, args, kwargs) if _steps_by_itself(optimizer) else None
+
+
+def _steps_by_itself(optimizer: Optimizer) -> bool:
+    """Say whether it steps as it is: what stands for another one in its step, and one that steps others."""
+    return record_of(optimizer).state is State.STAND_IN or is_wrapper(optimizer)
+
+
+def _run_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the user's hooks before a step, and begin it; let it end before the user's hooks after it."""
+    if _steps_by_itself(optimizer):
+        return None
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
-    if _BEFORE_STEP not in before.values():
-        optimizer.register_step_pre_hook(_BEFORE_STEP)
+    if _AFTER_STEP not in after.values():
         optimizer.register_step_post_hook(_AFTER_STEP)
-    before.move_to_end(next(number for number, hook in before.items() if hook is _BEFORE_STEP))
     after.move_to_end(next(number for number, hook in after.items() if hook is _AFTER_STEP), last=False)
+    given = None
+    for number in list(before):
+        if number in before:  # an earlier one may have removed it
+            hook = before[number]
+            before[number] = hook = hook if isinstance(hook, _Before) else _Before(hook)
+            result = hook.hook(optimizer, args, kwargs)
+            if result is not None:
+                args, kwargs = given = result
+    begun = _before_step(optimizer, args, kwargs)
+    return given if begun is None else begun
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     record = record_of(optimizer)
-    if record.state is State.STAND_IN or is_wrapper(optimizer):  # the step of one chunk, or a step's super().step()
-        return None
     if record.saving is not None:
         record.saving.tell()  # with the other ranks, whatever else there is to say
     if record.state is State.INCOMPLETE and record.deferred is None:  # a deferred step says itself why it failed
@@ -147,6 +169,8 @@ def _become(stand_in: Optimizer, running: RunningStep) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if closure_of(args, kwargs) is not None:
+        check_compiled(optimizer)  # its gradients are there now
     if not args or args[0] is optimizer:  # nothing partitioned, or a stand-in's super().step()
         return
     record = record_of(optimizer)
@@ -174,8 +198,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     report_step(optimizer)
 
 
-_BEFORE_STEP, _AFTER_STEP = torch.compiler.disable(_before_step), torch.compiler.disable(_after_step)
-"""Hooks of each optimizer."""
+_AFTER_STEP = torch.compiler.disable(_after_step)
+"""The hook of each optimizer that ends its step."""
 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

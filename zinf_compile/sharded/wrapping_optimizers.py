@@ -11,10 +11,12 @@ _OF_EVERY_ONE = ("defaults", "param_groups", "state")
 
 
 def is_wrapper(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer keeps another one, in an attribute or in a collection there.
+    """Say whether an optimizer with a step of its own keeps another one, in an attribute or in a collection there.
 
-    It steps as it is: what it changes besides are parameters, as code of the user's would by hand. A stand-in or a trial of it
-    would have the optimizers that it keeps, and step them.
+    PyTorch's own step no others. It steps as it is: what it changes besides are parameters, as code of the user's would by hand.
+    A stand-in or a trial of it would have the optimizers that it keeps, and step them.
     """
-    kept = (value for name, value in vars(optimizer).items() if name not in _OF_EVERY_ONE)
+    if f"{getattr(type(optimizer).step, '__module__', '')}.".startswith("torch.optim."):
+        return False
+    kept = (value for name, value in vars(optimizer).items() if name not in _OF_EVERY_ONE and not name.startswith("_optimizer_"))
     return any(isinstance(leaf, Optimizer) and leaf is not optimizer for value in kept for leaf in tree_leaves(value))
