@@ -115,6 +115,14 @@ def test_an_exception_before_a_step_leaves_all_as_it_was(tier: str, drive: Path)
     _compare(pair, optimizers)
 
 
+def test_what_a_hook_may_not_return_is_refused_as_by_pytorch(drive: Path) -> None:
+    pair = Pair(drive, tier="device")
+    for optimizer in pair.optimizers:
+        optimizer.register_step_pre_hook(lambda *_: "else")
+        with pytest.raises(RuntimeError, match="must return None or a tuple of"):
+            optimizer.step()
+
+
 def _register(optimizer: Optimizer) -> list[str]:
     """Register a hook that removes itself, one that hands a closure to the step, and one behind it; return their calls."""
     seen: list[str] = []

@@ -82,6 +82,8 @@ def _run_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
             before[number] = hook = hook if isinstance(hook, _Before) else _Before(hook)
             result = hook.hook(optimizer, args, kwargs)
             if result is not None:
+                if not isinstance(result, tuple) or len(result) != 2:
+                    return result  # PyTorch refuses it
                 args, kwargs = given = result
     begun = _before_step(optimizer, args, kwargs)
     return given if begun is None else begun
