@@ -194,7 +194,7 @@ def test_gathered_inside_gathered_reads_and_does_not_write() -> None:
 
 def test_a_parametrization_is_registered_inside_gathered() -> None:
     pair = Pair()
-    with pytest.raises(PartitionedParameterError, match=r"nn.Parameter\(\) was given parameter first.weight.* inside `with zin"):
+    with pytest.raises(PartitionedParameterError, match=r"nn.Parameter\(\) reads parameter first.weight.* inside `with zin"):
         nn.utils.parametrizations.weight_norm(pair.ours.first)
     pair.train()
     with gathered(pair.ours, write=True):

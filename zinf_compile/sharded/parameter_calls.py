@@ -56,7 +56,7 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
             return func(*args, **kwargs)  # torch.utils.checkpoint keeps it for the backward, which gathers it
     if func is torch.Tensor.detach and inside_new_parameter():  # which wants another one of the same class
         raise PartitionedParameterError(
-            f"nn.Parameter() was given parameter {unit.name}, shape {list(unit.shape)}, which is partitioned. Give it a value, "
+            f"nn.Parameter() reads parameter {unit.name}, shape {list(unit.shape)}, which is partitioned. Give it a value, "
             "as `parameter.detach().clone()` is where the parameter is on the device of one process; else, and to register a "
             "parametrization, call it inside `with zinf_compile.gathered(model, write=True):`"
         )
