@@ -76,22 +76,15 @@ def _compare(pair: Pair, optimizers: list[Optimizer]) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("hook", BEFORE)
-def test_before_a_step(hook: Callable[..., None], tier: str, drive: Path) -> None:
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [*(("register_step_pre_hook", hook) for hook in BEFORE), *(("register_step_post_hook", hook) for hook in AFTER)],
+)
+def test_what_a_hook_changes_counts(register: str, hook: Callable[..., None], tier: str, drive: Path) -> None:
     pair = Pair(drive, tier=tier, train=False)
     optimizers = _optimizers(pair)
-    optimizers[0].register_step_pre_hook(hook)
-    optimizers[1].register_step_pre_hook(hook)
-    _compare(pair, optimizers)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("hook", AFTER)
-def test_after_a_step(hook: Callable[..., None], tier: str, drive: Path) -> None:
-    pair = Pair(drive, tier=tier, train=False)
-    optimizers = _optimizers(pair)
-    optimizers[0].register_step_post_hook(hook)
-    optimizers[1].register_step_post_hook(hook)
+    for optimizer in optimizers:
+        getattr(optimizer, register)(hook)
     _compare(pair, optimizers)
 
 
