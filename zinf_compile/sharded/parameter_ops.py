@@ -127,16 +127,15 @@ def _assign(parameter: Any, value: Any) -> Any:
 def _saves_or_wraps(*, alone: bool) -> bool:
     """Return whether `state_dict()`, or DDP or FSDP, is what calls: these would take shards for parameters.
 
-    Or `nn.Parameter()`; or, on several ranks, `load_state_dict()`, which one of them may call alone.
+    Or, on several ranks, `load_state_dict()`, which one of them may call alone.
     """
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame is None:
             break
         code = frame.f_code
-        makes = code.co_name == "__new__" and code.co_filename == nn.parameter.__file__
         loads = code.co_name == "_load_from_state_dict" and not alone
-        if makes or loads or code.co_name == "_save_to_state_dict" or "torch/distributed/" in code.co_filename.replace("\\", "/"):
+        if loads or code.co_name == "_save_to_state_dict" or "torch/distributed/" in code.co_filename.replace("\\", "/"):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return any(_entered_before(optimizer) for optimizer in stepping())
