@@ -29,7 +29,7 @@ _CALLER = 7
 """Frames from the warning to the call of `step()`: two of this module, two of hooks, and PyTorch's around these."""
 
 _searches_left = [0]
-"""None, until `torch.compile` has asked for the backend."""
+"""0 until `torch.compile` has asked for the backend."""
 
 
 def watch_steps() -> None:
