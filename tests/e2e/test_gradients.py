@@ -227,10 +227,13 @@ def test_a_result_goes_where_out_says(name: str) -> None:
         with torch.no_grad():
             returned = getattr(torch, name)(grad, torch.full(grad.shape, 0.5), out=written)
             torch.mul(grad, 3.0, out=grad)
+            of_plain = model.second.weight.grad
+            getattr(torch, name)(torch.ones(of_plain.shape), torch.full(of_plain.shape, 0.5), out=of_plain)
         assert returned is written
-        results.append([written, whole_gradient(model.first.weight)])
+        results.append([written, whole_gradient(model.first.weight), whole_gradient(model.second.weight)])
     assert_same("written", results[0][0], results[1][0])
     assert_same("changed in place", results[0][1], results[1][1])
+    assert_same("written from plain tensors", results[0][2], results[1][2])
 
 
 def test_gradients_scaled_replaced_and_removed_by_hand() -> None:

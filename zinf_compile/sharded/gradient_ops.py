@@ -80,8 +80,8 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
     if any(kind is ShardedTensor for kind in types):
         return NotImplemented
     packet = func._schema.name.split("::")[-1]
-    if packet == "add":
-        args = operands_of_sum(_first(args).unit, args)
+    if packet == "add" and (mine := _first(args)) is not None:  # else it is `out`
+        args = operands_of_sum(mine.unit, args)
     if packet in ("add", "add_") and (added := _add_whole(args, kwargs, in_place=packet == "add_")) is not None:
         return added
     if packet in _NORMS:
