@@ -119,6 +119,11 @@ def storage_owners(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
+def tensor_owners(tensor: torch.Tensor) -> int:
+    """Return the reference count of the tensor itself in C++: its Python object, views of it, and what autograd saved."""
+    return int(tensor._use_count())  # type: ignore[attr-defined]  # which torch.utils.swap_tensors asks for
+
+
 def aot_index(node: torch.fx.Node) -> int | None:
     """Return the index of the captured graph's input that an AOT placeholder stands for."""
     description = node.meta.get("desc")

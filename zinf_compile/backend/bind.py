@@ -24,7 +24,7 @@ from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
 from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.sharded.budget_checks import refuse_second_gradients
-from zinf_compile.sharded.parameter import ShardedParameter, unit_behind
+from zinf_compile.sharded.parameter import ShardedParameter, drop_held_values, unit_behind
 from zinf_compile.sharded.partition import partition
 from zinf_compile.sharded.short_ranks import Lack, is_any_short
 
@@ -82,6 +82,7 @@ class Binder:
 
     def _bind_units(self, args: Sequence[Any], lacks_space: StoreError | None) -> dict[int, Unit]:
         program, context = self._program, self._context
+        drop_held_values()
         units, fresh = self._look_up(args)
         buffers = self._unsynchronised(args, units, fresh) if context.size > 1 else ()
         lacks = self._lack(units.values(), args)
@@ -109,7 +110,7 @@ class Binder:
         if fresh:
             slots = [program.slots[r] for r in fresh]
             placements = None if self._place is None else self._place(slots, [args[r] for r in fresh])
-            self._partition(args, fresh, placements)
+            self._partition(args, fresh, placements, called=True)
             units.update((r, _unit_of(args[r])) for r in fresh)
         if self._checkpoint is not None:
             for unit in units.values():
@@ -132,7 +133,7 @@ class Binder:
         if fresh and self._context.size > 1:
             self._agree(units, fresh, ())
         if fresh:
-            self._partition(args, fresh)
+            self._partition(args, fresh, called=False)
 
     def _unsynchronised(self, args: Arguments, units: Mapping[int, Unit], fresh: Sequence[int]) -> Sequence[int]:
         """Return the buffers to synchronise with rank 0: each once, even if the model replaces it."""
@@ -166,12 +167,12 @@ class Binder:
                         self._suiting[r] = unit.placement
         return units, fresh
 
-    def _partition(self, args: Arguments, fresh: Sequence[int], placements: Placements | None = None) -> None:
+    def _partition(self, args: Arguments, fresh: Sequence[int], placements: Placements | None = None, *, called: bool) -> None:
         slots = self._program.slots
         refuse_running_steps([(args[r], slots[r]) for r in fresh])
         parameters = {r: (args[r], slots[r].name) for r in fresh}
         placed = placements or self._placements
-        partition(parameters, self._context, lambda r: placed.of(slots[r]))
+        partition(parameters, self._context, lambda r: placed.of(slots[r]), called=called)
 
     def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int], *, value: int = 0) -> list[float]:
         """Check that all ranks are about to do the same; return the `value` of each."""

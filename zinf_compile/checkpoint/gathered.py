@@ -17,6 +17,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps, forget_steps
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_on_first, gather_whole, scatter_whole
+from zinf_compile.sharded.held_values import in_use
 from zinf_compile.sharded.parameter import ShardedParameter, fill, hollow_out, unit_of
 
 
@@ -194,7 +195,8 @@ def _repartition(found: Mapping[str, ShardedParameter], *, write: bool) -> None:
             if write:
                 _scatter(unit, parameter.detach() if unit.shard_group.rank == 0 else None)
             grad, parameter.grad = parameter.grad, None
-            hollow_out(parameter, unit)
+            read_later = not write and bool(in_use([parameter], called=False))
+            hollow_out(parameter, unit, held=parameter.detach() if read_later else None)
             parameter.grad = None if grad is None else grad.to(unit.dtype)
             if write:
                 torch.autograd.graph.increment_version(parameter)

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile._torch import no_torch_function
-from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter, drop_held_values
 
 from .chunked_step import ChunkedStep, explaining_progress, finish_chunks
 from .flat_states import FlatStates
@@ -165,6 +165,7 @@ def hand_back(optimizer: Optimizer, running: RunningStep) -> None:
     """Note that the parameters have changed, and copy settings and attributes from the stand-in to the optimizer."""
     stand_in = running.optimizer
     torch.autograd.graph.increment_version(parameter for parameter, _ in running.shards)
+    drop_held_values()
     for mine, theirs in zip(running.groups, stand_in.param_groups, strict=True):
         mine.update(settings_of(theirs))
     for name, value in vars(stand_in).items():

@@ -33,6 +33,7 @@ gradient_types — The type that a gradient shows, its parameter's, beside the o
     arithmetic keeps both.
 graph_needs — What the forward and the backward of one captured graph need within the caps, and the refusal that names a
     cap for both.
+held_values — Whole values that autograd still needs after a parameter was partitioned.
 hollow_calls — Calls on parameters whose own memory is hollow: one handling for partitioned parameters and for
     materializing ones.
 homes_ahead — Homes of parameters that are partitioned before any graph is known.

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zinf_compile._torch import no_torch_function, runs_backward
+from zinf_compile._torch import runs_backward
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.runtime.lanes.lanes import Done
 from zinf_compile.runtime.units.swap import offload
@@ -76,8 +76,7 @@ def _is_whole(grad: Any, unit: Unit) -> bool:
 
 def _is_hollow(parameter: torch.Tensor) -> bool:
     """Say whether it is hollow; inside of `gathered()` it isn't, where one rank alone may compute gradients for itself."""
-    with no_torch_function():
-        return parameter.numel() > 0 and not parameter.untyped_storage().nbytes()
+    return type(parameter) is not nn.Parameter
 
 
 class _Reduced(torch.autograd.Function):

@@ -26,6 +26,7 @@ from zinf_compile.runtime.units.unit import Unit
 
 from .data_assignment import assign, reject_reshape
 from .eager_gradients import reduce_whole_gradients
+from .held_values import forget, hold, no_longer_in_use
 from .metadata_calls import OFTEN, reads_metadata
 from .parameter_ops import makes_companion
 
@@ -142,10 +143,16 @@ class ShardedParameter(nn.Parameter):
         )
 
 
-def hollow_out(parameter: nn.Parameter, unit: Unit) -> None:
-    """Make the parameter hollow: same object, shape, strides, type and device, 0 bytes of storage."""
+def hollow_out(parameter: nn.Parameter, unit: Unit, *, held: torch.Tensor | None = None) -> None:
+    """Make the parameter hollow: same object, shape, strides, type and device, 0 bytes of storage.
+
+    `held`: its whole values, which stay its memory for as long as a backward of eager code needs them (`held_values`).
+    """
     with torch.no_grad(), no_torch_function():
-        parameter.data = hollow_tensor(unit)
+        if held is None:
+            parameter.data = hollow_tensor(unit)
+        else:
+            hold(parameter, held)
         _unit_of_storage[parameter.untyped_storage()._cdata] = unit
     parameter._zinf_unit = unit  # type: ignore[attr-defined]
     parameter.__class__ = ShardedParameter
@@ -156,9 +163,16 @@ def hollow_out(parameter: nn.Parameter, unit: Unit) -> None:
 
 def fill(parameter: ShardedParameter, full: torch.Tensor) -> None:
     """Make a hollow parameter an ordinary one that holds `full`; its unit stays attached."""
+    forget(parameter)
     with torch.no_grad(), no_torch_function():
         parameter.data = full
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def drop_held_values() -> None:
+    """Make those parameters hollow whose whole values no backward of eager code needs any more."""
+    for parameter in no_longer_in_use():
+        hollow_out(parameter, parameter._zinf_unit)  # type: ignore[attr-defined]
 
 
 def hollow_tensor(like: Unit | torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:
@@ -187,7 +201,11 @@ def unit_behind(tensor: torch.Tensor) -> Unit | None:
     if isinstance(tensor, ShardedParameter):
         return tensor._zinf_unit
     storage = tensor.untyped_storage()
-    return _unit_of_storage.get(storage._cdata) if storage.nbytes() == 0 else None
+    unit = _unit_of_storage.get(storage._cdata)
+    if unit is None or storage.nbytes() == 0:
+        return unit
+    parameter = unit.parameter()  # which may hold its whole values for now; another tensor may have taken a freed one's address
+    return unit if parameter is not None and parameter.untyped_storage()._cdata == storage._cdata else None
 
 
 def assign_data(parameter: ShardedParameter, value: torch.Tensor) -> None:

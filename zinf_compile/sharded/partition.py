@@ -14,23 +14,29 @@ from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import scatter_whole
 
+from .held_values import in_use
 from .parameter import hollow_out
 from .unpartitioned import average_the_rest, stop_averaging
 
 
 def partition(
-    parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context, placement: Callable[[int], Placement]
+    parameters: Mapping[int, tuple[nn.Parameter, str]],
+    context: Context,
+    placement: Callable[[int], Placement],
+    *,
+    called: bool,
 ) -> None:
     """Make whole parameters hollow, at the `placement` of their key: rank 0's values, spread over the ranks unit by unit.
 
     First those that leave the device, which a drive may refuse: until all are kept, all stay whole. All ranks have the same
-    order.
+    order. `called`: a graph has been called with the parameters, not compiled for them.
     """
     first: dict[int, int] = {}
     for key, (parameter, _) in parameters.items():
         first.setdefault(id(parameter), key)
     distinct, homes = [parameters[key] for key in first.values()], [placement(key) for key in first.values()]
     with torch.inference_mode(False), torch.no_grad(), no_torch_function():
+        used = in_use((parameter for parameter, _ in distinct), called=called)
         with context.ranks.fail_together("reserving room for parameters"):  # a drive may be full on one rank
             made = make_units(distinct, context, homes)
         units = list(zip(distinct, made, strict=True))
@@ -41,8 +47,11 @@ def partition(
             if unit.backing is None:
                 _spread(parameter, unit, name)
                 context.memory.ledger.track("params", unit.shard)
-            hollow_out(parameter, unit)
-            torch.autograd.graph.increment_version(parameter)  # a backward of what eager code made of it is refused: it is hollow
+            if id(parameter) in used:
+                hollow_out(parameter, unit, held=parameter.detach())
+            else:
+                hollow_out(parameter, unit)
+                torch.autograd.graph.increment_version(parameter)  # should a use have escaped, its backward is refused
             stop_averaging(parameter)
     context.memory.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
     types = next((home for (parameter, _), home in zip(distinct, homes, strict=True) if parameter.numel()), homes[0])

@@ -1,0 +1,105 @@
+"""Whole values that autograd still needs after a parameter was partitioned.
+
+In a model's first forward, eager code between graphs may use a parameter that a later graph of the same forward partitions.
+What autograd saved of it, the parameter itself or a view, is read from the parameter's memory when the backward comes, so that
+memory stays until nothing else holds it. Nothing can change it meanwhile: a change raises the parameter's version, and the
+backward is refused, as in eager PyTorch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zinf_compile._torch import no_torch_function, storage_owners, tensor_owners
+from zinf_compile.runtime.system.process_wide import process_wide
+
+_held: dict[int, tuple[weakref.ref[nn.Parameter], int]] = process_wide({})
+"""Partitioned parameters whose memory is whole for now, and the version of their values, by id."""
+
+_uses_by_apply: dict[bool, int] = process_wide({})
+"""Uses of a tensor while an `autograd.Function` that was called with it runs, by whether it requires a gradient."""
+
+
+def in_use(parameters: Iterable[nn.Parameter], *, called: bool) -> set[int]:
+    """Return the ids of whole parameters whose memory something besides the parameter itself may read.
+
+    That is a view or an alias of it, or a graph of autograd that has saved it. `called`: a compiled graph has been called with
+    them, perhaps below autograd, which counts as a use each time.
+    """
+    found = list(parameters)
+    with no_torch_function():
+        uses = [_uses(parameter) for parameter in found]
+        below = called and all(count > 1 for count in uses)
+        return {
+            id(parameter)
+            for parameter, count in zip(found, uses, strict=True)
+            if storage_owners(parameter) > 1 or count > (_uses_below_apply(parameter.requires_grad) if below else 1)
+        }
+
+
+def hold(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    """Give a parameter that was just made hollow its whole values back, for as long as something reads them."""
+    with torch.no_grad(), no_torch_function():
+        parameter.data = whole
+        _held[id(parameter)] = weakref.ref(parameter), parameter._version
+
+
+def no_longer_in_use() -> list[nn.Parameter]:
+    """Forget, and return, the parameters whose memory nothing reads any more, or nothing may read: their values changed."""
+    if not _held:
+        return []
+    alive = {key: (parameter, version) for key, (of, version) in _held.items() if (parameter := of()) is not None}
+    with no_torch_function():
+        sharing: dict[int, int] = {}
+        for parameter, _ in alive.values():
+            storage = parameter.untyped_storage()._cdata
+            sharing[storage] = sharing.get(storage, 0) + 1
+        over = {
+            key: parameter
+            for key, (parameter, version) in alive.items()
+            if parameter._version != version
+            or (storage_owners(parameter) <= sharing[parameter.untyped_storage()._cdata] and _uses(parameter) <= 1)
+        }
+    for key in [key for key in _held if key not in alive or key in over]:
+        del _held[key]
+    return list(over.values())
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Forget a parameter whose memory is about to be replaced."""
+    _held.pop(id(parameter), None)
+
+
+def _uses(parameter: torch.Tensor) -> int:
+    """Return the uses of a tensor in C++, but for the node that accumulates its gradient, which saves no value."""
+    uses = tensor_owners(parameter)
+    if parameter.requires_grad and uses > 1:
+        edge = torch.autograd.graph.get_gradient_edge(parameter)  # makes such a node if there is none, for as long as it lives
+        uses = tensor_owners(parameter) - 1
+        del edge
+    return uses
+
+
+def _uses_below_apply(requires_grad: bool) -> int:
+    """Return the `_uses` of a tensor for which there is no other reason than a call of an `autograd.Function` with it."""
+    if requires_grad not in _uses_by_apply:
+        tensor = torch.zeros(1, requires_grad=requires_grad)
+        with torch.enable_grad():
+            _Count.apply(tensor, requires_grad, torch.zeros(1, requires_grad=True))
+    return _uses_by_apply[requires_grad]
+
+
+class _Count(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, requires_grad: bool, learns: torch.Tensor) -> torch.Tensor:
+        _uses_by_apply[requires_grad] = _uses(tensor)
+        return learns.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        return None, None, grads[0]
