@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from marks import more
 from models import Mlp, vectors
 from rank_save_check import save_check
@@ -23,6 +25,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiers import Meter, compiled, context_of, options_for, sundry, train_step
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from training import BACKEND, adamw, assert_same, assert_same_models
 
 import zinf_compile
@@ -198,6 +201,35 @@ def change(model: nn.Module) -> None:
         model.get_parameter("frozen.weight").copy_(torch.eye(9))
     model.get_parameter("down.bias").data.sub_(0.1)
     model.get_parameter("up.bias").detach()[2:].clamp_(min=0.0)
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    """A process group, without which `async_save` refuses to work."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("variant", ["nvme", "nvme of a device"])
+def test_async_save_copies_values_while_training_goes_on(variant: str, shared: bool, tmp_path: Path, group_of_one: None) -> None:
+    stager = StateDictStager(share_memory=shared)
+    with trained(tmp_path, variant) as pair:
+        state = pair.ours.state_dict()
+        for name in ("first", "second"):
+            copied = stager.stage({"model": state, "optimizer": pair.optimizers[0].state_dict()})
+            wanted = {key: value.clone() for key, value in pair.eager.state_dict().items()}
+            assert all(item is None for value in copied["model"].values() for item in vars(value).values())  # and no second copy
+            dcp.save(copied, checkpoint_id=tmp_path / name)
+            pair.step()
+            found = {"model": {key: torch.zeros_like(value) for key, value in wanted.items()}}
+            dcp.load(found, checkpoint_id=tmp_path / name)
+            for key, value in wanted.items():
+                assert_same(f"{name} {key}", value, found["model"][key])
+        dcp.async_save({"model": state}, checkpoint_id=tmp_path / "third").result()
+        dcp.load(found, checkpoint_id=tmp_path / "third")
+        pair.check(found["model"])
 
 
 def test_what_would_be_lost_is_refused_by_name(tmp_path: Path) -> None:

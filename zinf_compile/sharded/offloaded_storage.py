@@ -29,6 +29,16 @@ class OffloadedStorage(torch.UntypedStorage):
     _pinned: PinnedValue | None
     _for_saving: SavedStorage | None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return such a storage for `storage_of` alone; who asks the class for memory of some size gets memory."""
+        if cls is OffloadedStorage and (args, kwargs) != _NO_MEMORY:
+            return _with_class_of_copies(torch.UntypedStorage(*args, **kwargs))
+        return super().__new__(cls, *args, **kwargs)
+
+    @classmethod
+    def _new_shared(cls, size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
+        return _with_class_of_copies(torch.UntypedStorage._new_shared(size, device=device))
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The parameter's."""
@@ -124,6 +134,19 @@ class OffloadedStorage(torch.UntypedStorage):
     _write_file = to = type = cuda = _refuse
 
 
+class HostCopy(torch.UntypedStorage):
+    """Memory that `torch.distributed.checkpoint.async_save` makes of the class of a storage, to copy the storage into it."""
+
+    def copy_(self, source: torch.UntypedStorage, non_blocking: bool | None = None) -> HostCopy:
+        """Copy the bytes of a storage, also of one whose value is off the device."""
+        if isinstance(source, OffloadedStorage):
+            mine = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+            mine.copy_(source.host_value().view(torch.uint8))
+        else:
+            super().copy_(source, non_blocking)
+        return self
+
+
 class SavedStorage(torch.UntypedStorage):
     """The storage that a pickled value refers to.
 
@@ -163,6 +186,15 @@ def storage_of(unit: Unit) -> OffloadedStorage:
             storage.unit, storage._pinned, storage._for_saving = unit, None, None
             _storages[id(unit)] = storage
         return storage
+
+
+_NO_MEMORY: tuple[tuple[int], dict[str, str]] = (0,), {"device": "meta"}
+"""The arguments with which `storage_of` makes a storage."""
+
+
+def _with_class_of_copies(memory: torch.UntypedStorage) -> torch.UntypedStorage:
+    memory.__class__ = HostCopy
+    return memory
 
 
 def is_read_later(unit: Unit) -> bool:

@@ -30,12 +30,21 @@ _STORAGE_DTYPES = frozenset([torch.float16, torch.bfloat16, torch.float32, torch
 _OVERWRITING = frozenset(["aten::copy_", "aten::fill_", "aten::zero_"])
 
 
+class _View:
+    """What an `OffloadedValue` shows. Who copies a tensor with its attributes, as `async_save` does, gets none of it."""
+
+    def __init__(self, storage: OffloadedStorage, geometry: torch.Tensor) -> None:
+        """`geometry`: the same view of memory that is not there."""
+        self.storage, self.geometry = storage, geometry
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> None:
+        return None
+
+
 class OffloadedValue(torch.Tensor):
     """A parameter's value, or a view of it; see above. Raises `BudgetError` where one value doesn't fit within the caps."""
 
-    _storage: OffloadedStorage
-    _geometry: torch.Tensor
-    """The same view of memory that is not there."""
+    _zinf_view: _View
 
     @staticmethod
     def __new__(cls, storage: OffloadedStorage, geometry: torch.Tensor) -> OffloadedValue:
@@ -48,7 +57,15 @@ class OffloadedValue(torch.Tensor):
             return torch.Tensor._make_wrapper_subclass(cls, geometry.shape, strides=geometry.stride(), **settings)
 
     def __init__(self, storage: OffloadedStorage, geometry: torch.Tensor) -> None:
-        self._storage, self._geometry = storage, geometry
+        self._zinf_view = _View(storage, geometry)
+
+    @property
+    def _storage(self) -> OffloadedStorage:
+        return self._zinf_view.storage
+
+    @property
+    def _geometry(self) -> torch.Tensor:
+        return self._zinf_view.geometry
 
     def data_ptr(self) -> int:
         """Return where the value is in memory, for reading, as long as a tensor of the parameter's value exists."""
