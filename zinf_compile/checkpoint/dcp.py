@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.optim.chunks import MASTER
 from zinf_compile.optim.state_pieces import Key
 from zinf_compile.optim.state_ranges import StateRange, begin_loading, end_loading, states_to_load
 from zinf_compile.optim.step_hooks import install
@@ -117,6 +118,7 @@ class _Optimizer:
             "params": params,
             "groups": encode(groups, "groups", tensors),
             "small": encode(small, "small", tensors),
+            "masters": sorted({self._name(parameter) for parameter, state in self._large if state == MASTER}),
             "tensors": {key: [str(t.dtype)[6:], list(t.shape), t.reshape(-1).tolist()] for key, t in tensors.items()},
         }
         listed = [{**group, "params": names} for group, names in zip(groups, params, strict=True)]
@@ -136,8 +138,14 @@ class _Optimizer:
                 f"the states are those of a {settings['class']} with {sum(map(len, settings['params']))} parameters, given is a "
                 f"{own} with {sum(map(len, mine))}: load into the optimizer that was saved, or one made like it"
             )
-        tensors = {key: torch.tensor(v, dtype=getattr(torch, t)).view(s) for key, (t, s, v) in settings["tensors"].items()}
         named = {self._name(p): p for group in self._optimizer.param_groups for p in group["params"]}
+        if whole := [n for n in settings.get("masters", []) if not isinstance(named[n], ShardedParameter)]:
+            raise CheckpointError(
+                f"the states have fp32 master copies of {len(whole)} parameters, the first of them {whole[0]}, which aren't "
+                "partitioned yet: copies and precise states have no place, and were not loaded. Call the compiled model once "
+                "under torch.no_grad(), then load again; or use zinf_compile.save and zinf_compile.load, which need no such call"
+            )
+        tensors = {key: torch.tensor(v, dtype=getattr(torch, t)).view(s) for key, (t, s, v) in settings["tensors"].items()}
         small = {named[name]: values for name, values in decode(settings["small"], "small", tensors).items()}
         for (parameter, state), value in self._whole.items():
             if parameter in small:

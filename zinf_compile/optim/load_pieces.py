@@ -23,6 +23,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .chunks import MASTER, part_of
 from .deferred_step import finish_deferred
 from .offloaded_states import OffloadedStates
+from .precision import SHORT
 from .record import record_of, take_last_step
 from .shard_state import kept_state
 from .split_states import split_units
@@ -146,7 +147,10 @@ def _wanted_in_memory(
     found: dict[torch.Tensor, dict[str, list[WantedState]]] = {}
     for parameter in [p for group in optimizer.param_groups for p in group["params"] if p in small and id(p) not in on_drive]:
         unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)
-        masters = any(parameter in states.kept and MASTER in states.kept[parameter] for states in known)
+        if isinstance(parameter, ShardedParameter):
+            masters = any(parameter in states.kept and MASTER in states.kept[parameter] for states in known)
+        else:  # partitioned later, perhaps with master copies; PyTorch's optimizers leave a state of another name alone
+            masters = parameter.dtype in SHORT
         pieces = [(0, parameter.numel())] if unit is None else pieces_of(unit)
         found[parameter] = {
             name: [WantedState(parameter, name, unit, start, end) for start, end in pieces]

@@ -16,7 +16,6 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunk_transfers import ChunkTransfers
 from .chunks import part_of
-from .elementwise_probe import states_kept
 from .load_pieces import like_step, load_states
 from .offloaded_states import OffloadedStates
 from .record import record_of
@@ -26,6 +25,7 @@ from .state_accounts import account_states
 from .state_entry import states_of
 from .state_layout import noted
 from .state_pieces import Key, OwnStates, own_states
+from .states_to_come import large_states_to_come
 
 
 class StateRange:
@@ -93,7 +93,7 @@ def states_to_load(optimizer: Optimizer) -> dict[torch.Tensor, OwnStates]:
         for p in group["params"]:
             if p.requires_grad and p not in found:
                 unit = p._zinf_unit if isinstance(p, ShardedParameter) else split.get(p)
-                found[p] = OwnStates(unit, states_kept(optimizer, group, p.dtype), {})
+                found[p] = OwnStates(unit, large_states_to_come(optimizer, group, p, unit), {})
     return found
 
 

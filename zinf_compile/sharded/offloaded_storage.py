@@ -137,7 +137,7 @@ class OffloadedStorage(torch.UntypedStorage):
 class HostCopy(torch.UntypedStorage):
     """Memory that `torch.distributed.checkpoint.async_save` makes of the class of a storage, to copy the storage into it."""
 
-    def copy_(self, source: torch.UntypedStorage, non_blocking: bool | None = None) -> HostCopy:
+    def copy_(self, source: Any, non_blocking: bool | None = None) -> Any:
         """Copy the bytes of a storage, also of one whose value is off the device."""
         if isinstance(source, OffloadedStorage):
             mine = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
