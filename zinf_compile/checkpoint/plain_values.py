@@ -22,7 +22,8 @@ _ACCEPTED = "accepted: None, bool, int, float, str, torch.dtype, tensors, and li
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a value as JSON can hold it; its tensors are added to `tensors` under their own places, such as `extra.lr`.
+    """Return a value as JSON can hold it; its tensors are added to `tensors` under their own places, such as `extra.lr`, of
+    which two that read alike get a number.
 
     Raises `CheckpointError` naming the place of what is not a plain value.
     """
@@ -33,8 +34,12 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             raise CheckpointError(f"{where} is a {type(value).__name__} of layout {value.layout}; {_ACCEPTED}{_advice(value)}")
-        tensors[where] = value
-        return {"tensor": where}
+        place, others = where, 1
+        while place in tensors:  # {"a": {"b.c": x}, "a.b": {"c": y}}
+            others += 1
+            place = f"{where}#{others}"
+        tensors[place] = value
+        return {"tensor": place}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, list | tuple):

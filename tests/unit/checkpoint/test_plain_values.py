@@ -40,6 +40,14 @@ def test_tensors_and_what_is_no_number() -> None:
     assert found[3] == (value[3][0], math.inf)
 
 
+def test_places_that_read_alike_are_apart() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    one, two, three, four = (torch.full((2,), number) for number in range(4))
+    value = {"a": {"b.c": one}, "a.b": {"c": two}, "d": {1: three, "1": four}}
+    found = decode(json.loads(json.dumps(encode(value, "extra", tensors))), "extra", tensors)
+    assert [found["a"]["b.c"], found["a.b"]["c"], found["d"][1], found["d"]["1"]] == [one, two, three, four]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
