@@ -95,6 +95,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
     unit = agree_on_units(found, "loading the model", "", compare_steps=False)
     first = unit is None or unit.shard_group.rank == 0
     targets = state_names(model)
+    if unit is None and targets and not state:
+        raise UnsupportedModelError(f"the state doesn't fit the model; nothing was changed. {NOT_GIVEN}")
     problems = _mismatches(targets, state) if first else []
     _share_problems(unit, problems)
     done: set[int] = set()
@@ -113,6 +115,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
     forget_steps(parameter._zinf_unit for parameter in found.values())
     if unit is not None:
         unit.context.eager_changes = 0  # changes on single ranks are overwritten
+
+
+NOT_GIVEN = (
+    "none was given, and nothing is partitioned yet: then each rank needs one. Call the compiled model once on all ranks, under "
+    "torch.no_grad(), and rank 0's is enough"
+)
 
 
 def plain(model: nn.Module) -> nn.Module:

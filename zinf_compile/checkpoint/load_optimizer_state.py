@@ -22,7 +22,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import scatter_whole
 
-from .gathered import broadcast_into
+from .gathered import NOT_GIVEN, broadcast_into
 from .save_optimizer_state import agree_on_order, large_states, ranks_of, units_of
 
 _MOVED_BYTES = 64 << 20
@@ -46,8 +46,8 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     """
     units, context = units_of(optimizer)
     if context is None:
-        if state is None:
-            _raise_for(optimizer, ["none was given, and nothing is partitioned yet: then each rank needs one"])
+        if not state:
+            _raise_for(optimizer, [NOT_GIVEN])
         optimizer.load_state_dict(dict(state or {}))
         return
     ranks = ranks_of(units)
@@ -65,13 +65,16 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     given = state["state"] if first and state is not None else {}
     large = dict(large_states(plan["state"], units))
 
+    rows = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+
     def small_of(key: Any, names: Mapping[str, Any]) -> dict[str, Any]:
-        return {n: _broadcast(given.get(key, {}).get(n), kept, context) for n, kept in names.items() if (key, n) not in large}
+        rest = {n: _broadcast(given.get(key, {}).get(n), kept, context) for n, kept in names.items() if (key, n) not in large}
+        return {n: _laid_out(value, rows[key][0]) if key in range(len(rows)) else value for n, value in rest.items()}
 
     small = {key: small_of(key, names) if isinstance(names, Mapping) else names for key, names in plan["state"].items()}
     optimizer.load_state_dict({**plan, "param_groups": _like(plan["param_groups"], optimizer), "state": small})
     record_of(optimizer).mark_ended(f"loading the states of {type(optimizer).__name__} ended in its middle: load them again")
-    unmoved, rows = 0, [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    unmoved = 0
     for key, (parameter, group) in enumerate(rows):
         unit, names = units[key], plan["state"].get(key)
         if unit is None or not names:
@@ -161,6 +164,13 @@ def _broadcast(value: Any, kept: Any, context: Context) -> Any:
         whole = torch.empty(kept.shape, dtype=kept.dtype, device=context.device)
         broadcast_into(whole, value, context, "loading the optimizer")
         return whole.to("cpu")
+
+
+def _laid_out(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a state of a parameter's shape with its strides, which fused kernels expect."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    return torch.empty_strided(value.shape, parameter.stride(), dtype=value.dtype).copy_(value)
 
 
 def _raise_for(optimizer: Optimizer, problems: list[str]) -> None:

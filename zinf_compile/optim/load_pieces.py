@@ -199,7 +199,7 @@ def _load_in_memory(
     if unit is None:
         whole = torch.empty(parameter.numel(), dtype=dtype)
         next(readings).finish(whole)
-        return whole.view(parameter.shape).to(parameter.device)
+        return torch.empty_like(parameter, dtype=dtype).copy_(whole.view(parameter.shape))  # whose strides fused kernels expect
     on_host = unit.placement.optimizer == Tier.HOST and unit.context.link.topology.host_apart
     shard = torch.zeros(unit.shard_numel, dtype=dtype, device="cpu" if on_host else unit.device)
     for each in wanted:
