@@ -23,7 +23,12 @@ from torch._dynamo.symbolic_convert import InstructionTranslator  # which backen
 from torch._functorch import config as functorch_config  # two switches that aren't public
 from torch._functorch._aot_autograd import descriptors  # identity of graph inputs and outputs, without parsing names
 from torch._guards import CompileContext, TracingContext  # what is compiled; AOTAutograd's metadata
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
+from torch._subclasses.fake_tensor import (  # weightless tracing for the dump
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed import distributed_c10d  # the number of process groups has no public name
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.parallel import DistributedDataParallel
@@ -290,6 +295,25 @@ def fake_process_group(world_size: int) -> Iterator[None]:
 def fake_mode() -> Any:
     """Context in which tensors have metadata and no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of operators that a fake mode can't run; each has the operator, `func`."""
+
+
+@contextlib.contextmanager
+def convertible_parameters(mode: Any) -> Iterator[None]:
+    """Context in which modules made under a fake mode can be cast (`bfloat16()`, `to(dtype)`), as they can outside.
+
+    A cast swaps each fake parameter, which PyTorch refuses where weak references to one exist; the mode's memory of what it has
+    converted is made of these. Inside, it refers to it as usual.
+    """
+    converter = mode.fake_tensor_converter.meta_converter
+    kept, converter.tensor_memo = converter.tensor_memo, {}
+    try:
+        yield
+    finally:
+        converter.tensor_memo = kept
 
 
 PARAMETER_TYPES = (torch.nn.Parameter, FakeTensor)

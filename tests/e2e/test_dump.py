@@ -169,6 +169,16 @@ def test_a_model_on_meta_has_the_schedule_of_one_with_values(target: Callable[[]
     assert schedule_hash(trace(target, world_size=2)) == schedule_hash(trace(dump_targets.tiny_gpt, world_size=2))
 
 
+def test_a_target_may_cast_its_model() -> None:
+    slots = trace(dump_targets.cast)[0].program.slots.values()
+    assert [(slot.name, slot.dtype) for slot in slots] == [("0.weight", torch.bfloat16), ("2.weight", torch.bfloat16)]
+
+
+def test_a_model_whose_shapes_depend_on_values_is_refused() -> None:
+    with pytest.raises(DumpError, match=r"the forward runs aten\.nonzero\.default, whose result depends on values"):
+        trace(dump_targets.routed)
+
+
 def test_inputs_on_meta_get_gradients_as_others_do() -> None:
     there, on_meta = (trace(functools.partial(dump_targets.input_that_learns, device)) for device in ("cpu", "meta"))
     assert [graph.summary for graph in there] == [graph.summary for graph in on_meta]

@@ -132,6 +132,8 @@ def test_what_is_no_number_of_blocks_is_refused(text: str, capsys: pytest.Captur
     [
         (["--machine", "h1000"], "machine 'h1000' is no shipped profile"),
         (["--machine", "h100", "--options", "[]"], "--options is a list; accepted: an object"),
+        (["--machine", "h100", "--html", "none/page.html"], "'none/page.html': its folder does not exist; accepted: a file in"),
+        (["--machine", "h100", "--perfetto", "none/trace.json"], "'none/trace.json': its folder does not exist; accepted"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

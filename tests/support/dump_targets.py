@@ -22,6 +22,29 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.zeros(5, 24, requires_grad=True)
 
 
+def cast() -> tuple[nn.Module, torch.Tensor]:
+    """Return `mlp` in bf16, cast as users do."""
+    model, x = mlp()
+    return model.bfloat16().to(torch.float64).to(torch.bfloat16), x.detach().bfloat16()
+
+
+class Routed(nn.Module):
+    """Sends the rows that a value chooses through a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.where(x[:, 0] > 0)[0]
+        return x.index_add(0, rows, self.layer(x[rows]))
+
+
+def routed() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model whose shapes depend on values."""
+    return Routed(), torch.zeros(5, 4)
+
+
 class Eval(nn.Module):
     """Has no parameter that is trained."""
 

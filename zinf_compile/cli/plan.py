@@ -77,6 +77,9 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; `options.status` is 1 where not all budgets fit."""
     began = time.monotonic()
+    for file in (options.perfetto, options.html):
+        if file is not None and not file.parent.is_dir():
+            raise DumpError(f"{str(file)!r}: its folder does not exist; accepted: a file in one that does")
     profile = measure_machine(options.machine) if options.machine == HERE else find_profile(options.machine)
     given = _options(options.options)
     host = options.host_memory or profile.host_memory_bytes or None

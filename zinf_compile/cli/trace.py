@@ -19,7 +19,15 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
-from zinf_compile._torch import fake_mode, fake_process_group, raise_through_dynamo, tree_leaves, tree_map
+from zinf_compile._torch import (
+    NEEDS_VALUES,
+    convertible_parameters,
+    fake_mode,
+    fake_process_group,
+    raise_through_dynamo,
+    tree_leaves,
+    tree_map,
+)
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.backend.plan_graphs import GraphPlanner
 from zinf_compile.config import Config
@@ -140,16 +148,23 @@ def run_on_fakes(target: Target, compiler: Callable[[int], GraphCompiler], *, wo
         except ZinfError as error:
             raise raise_through_dynamo(error) from error.__cause__
 
-    with _clean_compiler(), fake_process_group(world_size), fake_mode(), simulating(_simulated_device(device)):
-        result = target()
+    with _clean_compiler(), fake_process_group(world_size), fake_mode() as mode, simulating(_simulated_device(device)):
+        with convertible_parameters(mode):
+            result = target()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
             raise DumpError(f"the target returned a {type(result).__name__}; accepted: (model, example inputs)")
         model, inputs = result[0], _off_meta(*result)
         compiled: Any = torch.compile(model, backend=backend)
-        if isinstance(inputs, Mapping):
-            compiled(**inputs)
-        else:
-            compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+        try:
+            if isinstance(inputs, Mapping):
+                compiled(**inputs)
+            else:
+                compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+        except NEEDS_VALUES as error:
+            raise DumpError(
+                f"the forward runs {error.func}, whose result depends on values, and a trace has none; accepted: models whose "
+                "shapes follow from those of their inputs. Such a model trains; zinf_compile.stats(model) describes its steps"
+            ) from error
 
 
 def _off_meta(model: nn.Module, inputs: Any) -> Any:
