@@ -133,6 +133,13 @@ def test_later_refusals_name_what_works_as_well(option: str) -> None:
     assert refusal_of(Stack(*widths), {option: least - 1}, kind=amsgrad)
 
 
+def test_an_evaluation_between_two_backwards_takes_no_room_from_gradients() -> None:
+    """It computes more at once than a backward, but never beside second gradients."""
+    widths = (300, 300, 64)
+    least = named_by(refusal_of(Stack(*widths), {"device_memory": 1}))
+    train(Stack(*widths), {"device_memory": least}, evaluated=64)
+
+
 def test_later_refusals_name_both_options_where_both_allow_too_little() -> None:
     widths = (300, 300, 64)
     first = named_by(refusal_of(Stack(*widths), {"device_memory": 1}))

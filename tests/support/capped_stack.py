@@ -37,8 +37,11 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def train(model: Stack, options: dict[str, Any], *, steps: int = 2, kind: Any = adamw) -> list[float]:
-    """Accumulate two batches, clip, step; what is held stays within the cap. Return the losses."""
+def train(model: Stack, options: dict[str, Any], *, steps: int = 2, kind: Any = adamw, evaluated: int = 0) -> list[float]:
+    """Accumulate two batches, clip, step; what is held stays within the cap. Return the losses.
+
+    `evaluated`: the rows of a batch that is evaluated behind each backward.
+    """
     torch.compiler.reset()
     model.compile(backend=BACKEND, options={"compute": "fx", "compute_shape": {"piece_numel": 1 << 18}, **options})
     optimizer, losses = kind(model.parameters()), []
@@ -47,6 +50,9 @@ def train(model: Stack, options: dict[str, Any], *, steps: int = 2, kind: Any = 
             loss = model(torch.ones(2, model.width))
             loss.backward()
             losses.append(loss.item())
+            if evaluated:
+                with torch.no_grad():
+                    model(torch.ones(evaluated, model.width))
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()

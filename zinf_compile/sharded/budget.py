@@ -273,7 +273,7 @@ class GraphBudget:
             reduced=transient.reduced + plan.reduced,
             chunk_buffers=plan.chunk_buffers,
             chunk_numel=self.model.chunk_numel,
-            backward=not self.compute.is_forward,
+            backward=self.compute.is_backward or not self.compute.counts,
             compute=transient.compute.peak,
             results=transient.compute.results,
             rounding=self._rounding(self.placements).gathers,

@@ -73,7 +73,8 @@ class GraphCompute:
         self._found = outside
         self.outside, self.saved_outside = outside.bytes, outside.saved
         self._gradient_stays = gradient_stays
-        self._is_backward = False
+        self.is_backward = False
+        """Whether the next graph is a backward."""
         self._results: int | None = None
         self._forward: ForwardValues | None = None
         self.is_forward = False
@@ -83,7 +84,7 @@ class GraphCompute:
 
     def expect(self, *, backward: bool, results: int | None) -> None:
         """Note what the next graph is; `results`: the outputs of a forward that are not saved for its backward."""
-        self._is_backward, self._results = backward, None if backward else results
+        self.is_backward, self._results = backward, None if backward else results
         self.is_forward = self.counts and not backward and results is not None
 
     def measure(self, graph: fx.Graph) -> ComputeMemory:
@@ -91,12 +92,12 @@ class GraphCompute:
         if not self.counts:
             return NO_COMPUTE
         facts = self._facts(self._as_performed(graph))
-        if self._is_backward:
+        if self.is_backward:
             account = account_compute(facts, forward=self._forward, results=self._results)
         else:
             account = self.of_forward(account_compute(facts, results=self._results))
         found = self.memory(account)
-        if not self._is_backward:
+        if not self.is_backward:
             self._forward, self.saved = account.handed, found.saved
         return found
 
