@@ -35,8 +35,12 @@ class StepFailedError(ZinfError, RuntimeError):
     """A step of an optimizer failed partway; the message says whether the state before it is intact."""
 
 
-class BudgetError(ZinfError, MemoryError):
-    """An operation needs more memory than is available; the message says how much, and what to do."""
+class BudgetError(ZinfError, MemoryError, RuntimeError):
+    """An operation needs more memory than is available; the message says how much, and what to do.
+
+    A `RuntimeError`, as PyTorch's errors of that kind are: loops that look for a batch size that fits take it for one, where the
+    message says that this batch is out of memory.
+    """
 
 
 class PlanError(ZinfError, ValueError):

@@ -12,7 +12,7 @@ from capped_stack import ALL_AWAY, Stack, named_by, refusal_of, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import more
-from training import adamw
+from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.backend.graph_compiler import _Measurer
@@ -131,6 +131,24 @@ def test_later_refusals_name_what_works_as_well(option: str) -> None:
     least = named_by(said, option)
     train(Stack(*widths), {option: least}, kind=amsgrad)
     assert refusal_of(Stack(*widths), {option: least - 1}, kind=amsgrad)
+
+
+def test_a_loop_that_looks_for_a_batch_size_finds_one() -> None:
+    """accelerate's, which transformers' Trainer takes, knows errors by their class and words."""
+    search = pytest.importorskip("accelerate.utils").find_executable_batch_size
+    tried = []
+
+    def attempt(batch_size: int) -> int:
+        tried.append(batch_size)
+        torch.compiler.reset()
+        model = Stack(64, 300, 64)
+        model.compile(backend=BACKEND, options={"compute": "fx", "device_memory": "2MiB"})
+        model(torch.ones(batch_size, 64)).backward()
+        return batch_size
+
+    assert search(attempt, starting_batch_size=4000)() == tried[-1] < tried[0] == 4000
+    said = refusal_of(Stack(300, 300, 64), {"device_memory": 1000})
+    assert "out of memory" not in said, "no batch is small enough"
 
 
 def test_an_evaluation_between_two_backwards_takes_no_room_from_gradients() -> None:

@@ -319,6 +319,7 @@ class GraphBudget:
                 "back and blocks in flight to a drive",
                 fixed=least - most,
                 least=least,
+                compute=computing.peak,
                 added_by_steps=added - second,
                 cap=cap,
                 options=self.caps.options(topology),

@@ -15,7 +15,7 @@ from .budget import GraphBudget
 from .budget_checks import lack_of_second_gradients, refuse_second_gradients
 from .compute_budget import lack_for_call
 from .short_ranks import Lack, refusal_text
-from .shortage import name_cap
+from .shortage import BATCH_TOO_LARGE, name_cap
 
 
 class CallChecks:
@@ -46,5 +46,5 @@ class CallChecks:
         """Raise `BudgetError`, on all ranks, where one lacks memory. Collective."""
         if self._makes_gradients:
             refuse_second_gradients(context, lacks)
-        what = "a call"
-        raise BudgetError(refusal_text(context, lacks, partial(name_cap, context), what=what))
+        text = refusal_text(context, lacks, partial(name_cap, context), what="a call")
+        raise BudgetError(f"{text}. {BATCH_TOO_LARGE}")

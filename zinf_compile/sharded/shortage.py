@@ -18,6 +18,8 @@ from zinf_compile.runtime.units.unit import Unit
 
 from .short_ranks import Worst
 
+BATCH_TOO_LARGE = "With this batch the rank is out of memory. A smaller one may fit"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Need:
@@ -38,6 +40,8 @@ class Need:
     """The options of which `cap` is the smallest, each with the ranks that share it."""
     source: str
     advice: str = ""
+    compute: int = 0
+    """The part of `least` that the batch decides: activations and temporaries."""
     strict: bool = False
     """Whether what is added later must fit now: where homes are decided, they are decided for all of it."""
 
@@ -83,7 +87,7 @@ def refusal_elsewhere(needs: Sequence[Need], smallest: Mapping[Tier, int], worst
         need = next(need for need in needs if need.side == side)
         said.append(
             f"the model needs {needed:,} bytes on the {side} of rank {rank}. {need.cap:,} are allowed ({need.source}); "
-            f"{_named(need, smallest[side])}"
+            f"{_named(need, smallest[side])}{_of_batch(need, needed)}"
         )
     return BudgetError(". ".join(said))
 
@@ -102,7 +106,12 @@ def _part(need: Need, works: int) -> str:
         )
     if works <= need.cap:
         what += ". That is less than is allowed, and makes smaller tiles: option tile does so as well"
-    return what + (f". {need.advice}" if need.advice else "")
+    return what + _of_batch(need, need.needed) + (f". {need.advice}" if need.advice else "")
+
+
+def _of_batch(need: Need, needed: int) -> str:
+    """Say so where a smaller batch might fit: in words that loops looking for a batch size know from CUDA's errors."""
+    return f". {BATCH_TOO_LARGE}" if needed > need.cap >= needed - need.compute else ""
 
 
 def _named(need: Need, works: int) -> str:
