@@ -100,6 +100,27 @@ def _forget(module: nn.Module) -> None:
             parameter.zero_()
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_adopted_accelerator_writes_the_format_that_is_asked_for(safe: bool, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    _, ours = twins(gpt2)
+    on_nvme(ours, tmp_path)
+    step(ours)
+    accelerator = zinf_compile.hf.adopt(accelerate.Accelerator(cpu=True))
+    assert accelerator.prepare_model(ours) is ours
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    folder = tmp_path / "saved"
+    accelerator.save_state(str(folder), safe_serialization=safe)
+    assert (folder / "model.safetensors").exists() == safe
+    assert (folder / "pytorch_model.bin").exists() != safe
+    with torch.no_grad():
+        for value in ours.state_dict().values():
+            value.zero_()
+    accelerator.load_state(str(folder))
+    for name, value in ours.state_dict().items():
+        assert_same(name, before[name], value)
+
+
 @pytest.mark.filterwarnings("ignore:.*:Warning")  # what peft imports
 def test_peft_reads_the_adapters_and_nothing_else(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

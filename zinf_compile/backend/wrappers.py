@@ -25,5 +25,5 @@ def wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
         f"the model is wrapped in {wrapper.__name__}; this backend itself partitions the model and averages its gradients: "
         "compile the bare model without DDP, FSDP and fully_shard. accelerate and transformers' Trainer wrap models on "
         "several ranks: compile the model before they prepare it, and call zinf_compile.hf.adopt(trainer) or "
-        "zinf_compile.hf.adopt(accelerator) right after making theirs"
+        "zinf_compile.hf.adopt(accelerator) right after making theirs. Lightning's strategies wrap it, too: use one process there"
     )

@@ -14,7 +14,8 @@ from zinf_compile.checkpoint.save_safetensors import save_safetensors
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.sharded.parameter import ShardedParameter
 
-from .files import context_of, load_optimizer, load_weights, save_optimizer, unwrapped
+from .files import PICKLED, context_of, load_optimizer, load_weights, save_optimizer, unwrapped
+from .states_beside import write_file
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")
 """Values of `distributed_type` with which accelerate doesn't change models and optimizers itself."""
@@ -44,7 +45,7 @@ class _Adopted:
         self._save_model = accelerator.save_model
         self._save_state = accelerator.save_state
         self._load_state = accelerator.load_state
-        self._saving = False
+        self._saving = self._pickles = False
         accelerator.prepare_model = self.prepare_model
         accelerator.get_state_dict = self.get_state_dict
         accelerator.save_model = self.save_model
@@ -83,9 +84,10 @@ class _Adopted:
         else:
             save_safetensors(model, save_directory, file_bytes=max_shard_size)
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **rest: Any) -> Any:
         """Save with models and optimizers left to `_write`."""
-        return self._without_optimizers(self._save_state, args, kwargs)
+        self._pickles = not safe_serialization
+        return self._without_optimizers(self._save_state, (output_dir, safe_serialization), rest)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """Load with models and optimizers left to `_read`."""
@@ -106,8 +108,16 @@ class _Adopted:
         weights.clear()
         first = self._accelerator.is_main_process
         for index, model in enumerate(models):
-            if first or context_of(model) is not None:
-                save_safetensors(model, _folder(output_dir, index))
+            if not first and context_of(model) is None:
+                continue
+            folder = _folder(output_dir, index)
+            if self._pickles:
+                state = full_state_dict(model)
+                if first:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_file(folder / PICKLED, state)
+            else:
+                save_safetensors(model, folder)
         for index, optimizer in enumerate(self._optimizers):
             save_optimizer(unwrapped(optimizer), _file(output_dir, index), models, writes=first)
         self._accelerator.wait_for_everyone()

@@ -229,7 +229,8 @@ def check_assignable(parameter: ShardedParameter, value: torch.Tensor) -> None:
         raise PartitionedParameterError(
             f"parameter {unit.name} is partitioned as {list(unit.shape)} {unit.dtype} on {unit.device}; assigning its data "
             f"({list(value.shape)} {value.dtype} on {value.device}) is not possible. Convert or move the model before its first "
-            "compiled call (or use autocast), and change values inside `with zinf_compile.gathered(model, write=True):`"
+            "compiled call, or use autocast (for transformers' Trainer bf16=True, in the place of bf16_full_eval), and change "
+            "values inside `with zinf_compile.gathered(model, write=True):`"
         )
 
 
