@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -14,18 +15,19 @@ from zinf_compile.cli.trace_step import trace_step
 from zinf_compile.errors import PlanError
 from zinf_compile.passes.analysis.step_problem import step_problem
 from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.stretch import stretch
+from zinf_compile.plan.stretch import count_blocks, stretch
 
 OPTIONS = {"compute": "fx", "bucket": "64KiB"}
 
 
-def llama(layers: int, *, checkpointed: bool) -> StepProblem:
+def llama(layers: int, *, checkpointed: bool, bucket: int | str = "64KiB") -> StepProblem:
     def build() -> Example:
         model = Llama(layers=layers, width=256, heads=4, kv_heads=2, hidden=512, vocabulary=999, checkpointed=checkpointed)
         tokens = torch.zeros(1, 64, dtype=torch.long)
         return model, (tokens, tokens)
 
-    return step_problem(trace_step(build, options=OPTIONS, world_size=4, device="cuda"), facts(world_size=4, host=True))
+    traced = trace_step(build, options={**OPTIONS, "bucket": bucket}, world_size=4, device="cuda")
+    return step_problem(traced, facts(world_size=4, host=True))
 
 
 def contents(problem: StepProblem) -> dict[str, Any]:
@@ -56,6 +58,15 @@ def test_a_stretched_problem_is_that_of_the_deep_model(checkpointed: bool) -> No
 def test_what_cannot_be_stretched_is_refused(layers: int, blocks: str, count: int, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         stretch(llama(layers, checkpointed=False), blocks, count)
+
+
+def test_blocks_in_one_bucket_are_copied_with_the_bucket_that_the_refusal_names() -> None:
+    with pytest.raises(PlanError, match="several blocks are gathered at once") as refused:
+        stretch(llama(6, checkpointed=False, bucket="64MiB"), "layers", 9)
+    named = re.search(r"""--options '{"bucket": (\d+)}'""", str(refused.value))
+    assert named is not None
+    problem = stretch(llama(6, checkpointed=False, bucket=int(named[1])), "layers", 9)
+    assert count_blocks(problem, "layers") == 9
 
 
 def test_as_many_blocks_as_there_are_need_no_period() -> None:

@@ -156,11 +156,16 @@ def _find(problem: StepProblem, number: re.Pattern[str], more: int) -> _Period:
         raise PlanError(f"blocks {sorted(spans)} are too few to see a period; accepted: 5 or more")
     one, two, three = (spans[middle + step] for step in (-1, 0, 1))
     forward, backward = three[0] - two[0], two[1] - three[1]
+    if min(forward, backward) < 1:
+        least = min(_bytes(problem, number, middle + step) for step in (-1, 0, 1))
+        raise PlanError(
+            "several blocks are gathered at once, in one region: a bucket is larger than they are; accepted: a bucket of at most "
+            f"a block's {least:,} bytes, as by --options '{{\"bucket\": {least}}}', or the whole model traced"
+        )
     period = _Period(two[0], forward, two[1] - backward + 1, backward, border, more)
     signs = [(region.structure, region.seconds, region.workspace_bytes) for region in problem.regions]
     if (
-        min(forward, backward) < 1
-        or two[0] - one[0] != forward
+        two[0] - one[0] != forward
         or one[1] - two[1] != backward
         or signs[two[0] : three[0]] != signs[one[0] : two[0]]
         or signs[period.back : two[1] + 1] != signs[period.back + backward : one[1] + 1]
@@ -168,6 +173,12 @@ def _find(problem: StepProblem, number: re.Pattern[str], more: int) -> _Period:
     ):
         raise PlanError("the blocks in the middle differ, or share what only some of them use; trace the whole model")
     return period
+
+
+def _bytes(problem: StepProblem, number: re.Pattern[str], block: int) -> int:
+    """Return the bytes of a block's parameters, as they are gathered or, where they aren't, stored."""
+    own = [unit for unit in problem.units if number.findall(unit.name)[:1] == [str(block)]]
+    return sum(unit.full_bytes or unit.stored_bytes for unit in own)
 
 
 def _units(problem: StepProblem, first: int, period: _Period, *, forward: int = 0, backward: int = 0) -> Counter[object]:
