@@ -68,7 +68,8 @@ def is_boxed(graph: torch.fx.Graph) -> bool:
 def raise_through_dynamo(error: Exception) -> Exception:
     """Return `error` as an instance of its own class that Dynamo raises to the user as it is, not as BackendCompilerFailed."""
     kind = type(error)
-    through = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__init__": _init_through})
+    methods = {"__init__": _init_through, "__reduce__": lambda self: (kind, *super(kind, self).__reduce__()[1:])}
+    through = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, **methods})
     args = error.args
     if isinstance(error, OSError) and error.filename is not None:  # missing in its `args`
         args = (*args, error.filename, None, error.filename2)
@@ -127,6 +128,12 @@ def storage_owners(tensor: torch.Tensor) -> int:
 def tensor_owners(tensor: torch.Tensor) -> int:
     """Return the reference count of the tensor itself in C++: its Python object, views of it, and what autograd saved."""
     return int(tensor._use_count())  # type: ignore[attr-defined]  # which torch.utils.swap_tensors asks for
+
+
+def hooks_may_keep_tensors() -> bool:
+    """Say whether hooks for saved tensors are set that may keep the tensors they are given: not those of `checkpoint`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) != torch.utils.checkpoint.__name__
 
 
 def aot_index(node: torch.fx.Node) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -77,4 +78,58 @@ def test_a_backward_behind_gathered_finds_what_code_inside_used(tmp_path: Path) 
             torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
     del loss
     call(x)
+    assert whole_bytes(model) == 0
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_hooks_that_keep_saved_tensors_find_their_values(flat: bool, tmp_path: Path) -> None:
+    model, call = compiled(tmp_path, ("params",))
+    eager = copy.deepcopy(model)
+    if flat:  # parameters that are parts of one storage
+        memory = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        for parameter, part in zip(model.parameters(), memory.split([p.numel() for p in model.parameters()]), strict=True):
+            parameter.data = part.view(parameter.shape)
+        del memory, part
+    x = torch.randn(2, 4, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):
+        call(x).square().sum().backward()
+    eager(x).square().sum().backward()
+    for name, parameter in eager.named_parameters():
+        if parameter.grad is not None:
+            found = whole_gradient(model.get_parameter(name))
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    assert whole_bytes(model) == 0
+
+
+def test_an_inference_comes_between_a_forward_and_its_backward(tmp_path: Path) -> None:
+    model, call = compiled(tmp_path)
+    eager = copy.deepcopy(model)
+    x = torch.randn(2, 4, 8)
+    loss = call(x).square().sum()
+    with torch.inference_mode():
+        call(x)
+    loss.backward()
+    eager(x).square().sum().backward()
+    found = whole_gradient(model.norm.weight)
+    torch.testing.assert_close(found, eager.norm.weight.grad, rtol=1e-4, atol=1e-5)
+    with torch.inference_mode():
+        call(x)
+    assert whole_bytes(model) == 0
+
+
+def test_a_refused_conversion_inside_gathered_leaves_the_parameters_hollow(tmp_path: Path) -> None:
+    model, call = compiled(tmp_path, ("params",))
+    call(torch.randn(2, 4, 8)).sum().backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    model.zero_grad()
+    kept = []
+
+    def convert() -> None:
+        with zinf_compile.gathered(model, write=True):
+            kept.extend(parameter.data for parameter in model.half().parameters())
+
+    with pytest.raises(zinf_compile.ZinfError, match="float16"):
+        convert()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert whole_bytes(model) == 0

@@ -203,8 +203,8 @@ def _repartition(found: Mapping[str, ShardedParameter], *, write: bool) -> None:
             if write:
                 _scatter(unit, parameter.detach() if unit.shard_group.rank == 0 else None)
             grad, parameter.grad = parameter.grad, None
-            read_later = not write and bool(in_use([parameter], called=False))
-            hollow_out(parameter, unit, held=parameter.detach() if read_later else None)
+            keep = not write and not _converted({unit.name: parameter}) and in_use([parameter], called=False)
+            hollow_out(parameter, unit, held=parameter.detach() if keep else None)
             parameter.grad = None if grad is None else grad.to(unit.dtype)
             if write:
                 torch.autograd.graph.increment_version(parameter)

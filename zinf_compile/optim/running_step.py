@@ -165,7 +165,7 @@ def hand_back(optimizer: Optimizer, running: RunningStep) -> None:
     """Note that the parameters have changed, and copy settings and attributes from the stand-in to the optimizer."""
     stand_in = running.optimizer
     torch.autograd.graph.increment_version(parameter for parameter, _ in running.shards)
-    drop_held_values()
+    drop_held_values(stepped=True)
     for mine, theirs in zip(running.groups, stand_in.param_groups, strict=True):
         mine.update(settings_of(theirs))
     for name, value in vars(stand_in).items():

@@ -8,30 +8,41 @@ backward is refused, as in eager PyTorch.
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from zinf_compile._torch import no_torch_function, storage_owners, tensor_owners
+from zinf_compile._torch import hooks_may_keep_tensors, no_torch_function, storage_owners, tensor_owners
 from zinf_compile.runtime.system.process_wide import process_wide
 
-_held: dict[int, tuple[weakref.ref[nn.Parameter], int]] = process_wide({})
-"""Partitioned parameters whose memory is whole for now, and the version of their values, by id."""
+_held: dict[int, _Held] = process_wide({})
+"""Partitioned parameters whose memory is whole for now, by id."""
 
 _uses_by_apply: dict[bool, int] = process_wide({})
 """Uses of a tensor while an `autograd.Function` that was called with it runs, by whether it requires a gradient."""
+
+
+class _Held(NamedTuple):
+    parameter: weakref.ref[nn.Parameter]
+    version: int
+    by_hooks: bool
+    """Hooks for saved tensors may refer to it."""
 
 
 def in_use(parameters: Iterable[nn.Parameter], *, called: bool) -> set[int]:
     """Return the ids of whole parameters whose memory something besides the parameter itself may read.
 
     That is a view or an alias of it, or a graph of autograd that has saved it. `called`: a compiled graph has been called with
-    them, perhaps below autograd, which counts as a use each time.
+    them, perhaps below autograd, which counts as a use each time. Below hooks for saved tensors any may be in use: what they keep
+    are references in Python, which tell nothing.
     """
     found = list(parameters)
+    if hooks_may_keep_tensors():
+        return {id(parameter) for parameter in found}
     with no_torch_function():
         uses = [_uses(parameter) for parameter in found]
         below = called and all(count > 1 for count in uses)
@@ -46,24 +57,28 @@ def hold(parameter: nn.Parameter, whole: torch.Tensor) -> None:
     """Give a parameter that was just made hollow its whole values back, for as long as something reads them."""
     with torch.no_grad(), no_torch_function():
         parameter.data = whole
-        _held[id(parameter)] = weakref.ref(parameter), parameter._version
+        _held[id(parameter)] = _Held(weakref.ref(parameter), parameter._version, hooks_may_keep_tensors())
 
 
-def no_longer_in_use() -> list[nn.Parameter]:
-    """Forget, and return, the parameters whose memory nothing reads any more, or nothing may read: their values changed."""
+def no_longer_in_use(*, stepped: bool) -> list[nn.Parameter]:
+    """Forget, and return, the parameters whose memory nothing reads any more, or nothing may read: their values changed.
+
+    `stepped`: behind a step of an optimizer, which is taken for the end of what hooks for saved tensors keep.
+    """
     if not _held:
         return []
-    alive = {key: (parameter, version) for key, (of, version) in _held.items() if (parameter := of()) is not None}
-    with no_torch_function():
-        sharing: dict[int, int] = {}
-        for parameter, _ in alive.values():
-            storage = parameter.untyped_storage()._cdata
-            sharing[storage] = sharing.get(storage, 0) + 1
+    alive = {key: parameter for key, held in _held.items() if (parameter := held.parameter()) is not None}
+    with no_torch_function(), torch.inference_mode(False):
+        sharing = collections.Counter(parameter.untyped_storage()._cdata for parameter in alive.values())
         over = {
             key: parameter
-            for key, (parameter, version) in alive.items()
-            if parameter._version != version
-            or (storage_owners(parameter) <= sharing[parameter.untyped_storage()._cdata] and _uses(parameter) <= 1)
+            for key, parameter in alive.items()
+            if parameter._version != _held[key].version
+            or (
+                (stepped or not _held[key].by_hooks)
+                and storage_owners(parameter) <= sharing[parameter.untyped_storage()._cdata]
+                and _uses(parameter) <= 1
+            )
         }
     for key in [key for key in _held if key not in alive or key in over]:
         del _held[key]

@@ -30,8 +30,8 @@ from .held_values import forget, hold, no_longer_in_use
 from .metadata_calls import OFTEN, reads_metadata
 from .parameter_ops import makes_companion
 
-_unit_of_storage: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
-"""Unit by the address of its parameter's hollow storage."""
+_unit_of_memory: weakref.WeakValueDictionary[tuple[int, int], Unit] = weakref.WeakValueDictionary()
+"""Unit by the address of its parameter's storage, which is hollow or held, and the offset in it."""
 
 _ALWAYS_MAPPED_BYTES = (32 << 20) + 4096
 """A size that glibc never takes from its heap, where each parameter would leave a hole: untouched, but counted by RLIMIT_DATA."""
@@ -153,7 +153,7 @@ def hollow_out(parameter: nn.Parameter, unit: Unit, *, held: torch.Tensor | None
             parameter.data = hollow_tensor(unit)
         else:
             hold(parameter, held)
-        _unit_of_storage[parameter.untyped_storage()._cdata] = unit
+        _unit_of_memory[parameter.untyped_storage()._cdata, int(parameter.storage_offset())] = unit
     parameter._zinf_unit = unit  # type: ignore[attr-defined]
     parameter.__class__ = ShardedParameter
     if unit.shard_group.size > 1 and unit.dtype.is_floating_point:
@@ -169,10 +169,11 @@ def fill(parameter: ShardedParameter, full: torch.Tensor) -> None:
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def drop_held_values() -> None:
-    """Make those parameters hollow whose whole values no backward of eager code needs any more."""
-    for parameter in no_longer_in_use():
-        hollow_out(parameter, parameter._zinf_unit)  # type: ignore[attr-defined]
+def drop_held_values(*, stepped: bool = False) -> None:
+    """Make those parameters hollow whose whole values no backward of eager code needs any more; `stepped`: behind a step."""
+    with torch.inference_mode(False):
+        for parameter in no_longer_in_use(stepped=stepped):
+            hollow_out(parameter, parameter._zinf_unit)  # type: ignore[attr-defined]
 
 
 def hollow_tensor(like: Unit | torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:
@@ -201,7 +202,7 @@ def unit_behind(tensor: torch.Tensor) -> Unit | None:
     if isinstance(tensor, ShardedParameter):
         return tensor._zinf_unit
     storage = tensor.untyped_storage()
-    unit = _unit_of_storage.get(storage._cdata)
+    unit = _unit_of_memory.get((storage._cdata, int(tensor.storage_offset())))
     if unit is None or storage.nbytes() == 0:
         return unit
     parameter = unit.parameter()  # which may hold its whole values for now; another tensor may have taken a freed one's address
