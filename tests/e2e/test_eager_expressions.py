@@ -36,6 +36,8 @@ EXPRESSIONS: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "broadcast, added in place": lambda w, x: x.expand(2, IN, IN).clone().add_(w * 2),
     "multiplied in place": lambda w, x: x.detach().clone().addmm_(x, w),
     "divided in place by an alias": lambda w, x: (x.detach().abs() + 1).divide_(w),
+    "with itself transposed, by name": lambda w, x: w @ w.T + w.mT * x,
+    "transposed alone, by name": lambda w, x: w.H * w.mH.real + x,
     "largest of rows": lambda w, x: (w * 2).max(1)[0] * x,
     "beside others": lambda w, x: torch.cat([w * 2, w, x, w.t()]),
 }

@@ -49,6 +49,9 @@ _FRAMES = 16
 """Up the stack within which a state dict or a wrapper of torch.distributed is looked for."""
 
 
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
 def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], parameters: Sequence[Any]) -> Any:
     """Perform a call on the shards of `parameters`; return `NotImplemented` where it needs whole values."""
     units = {id(p): p._zinf_unit for p in parameters}
@@ -61,7 +64,7 @@ def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
     if name == "__set__":
         return _assign(parameters[0], args[1])
     targets = {id(target) for target in written(name, args, kwargs)}
-    differentiate = torch.is_grad_enabled() and name not in ("detach", "__get__", *LIKE)
+    differentiate = torch.is_grad_enabled() and name not in ("detach", *LIKE) and func != _DATA
     values: dict[int, ShardedTensor] = {}
     for parameter in parameters:
         with no_torch_function():

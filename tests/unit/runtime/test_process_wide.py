@@ -20,7 +20,7 @@ STAYS = {
     "_preparations",  # of first updates, which know nothing either
     "_ROWS",  # the table of tiers
     "SPECS", "SCHEDULE_OPS", "_positions",  # the table of operators
-    "_unit_of_storage", "_storages", "_refusals",  # by objects that are there, for as long as they are
+    "_unit_of_memory", "_storages", "_refusals",  # by objects that are there, for as long as they are
     "_known", "_forgetting",  # of `process_wide` itself, and the norms' that is made by it
 }  # fmt: skip
 """Collections that reset leaves alone, and why."""
