@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,6 +260,23 @@ def test_what_was_taken_from_the_model_before_its_first_call_stays_readable() ->
         assert_same(name, value, state[name])
     for view in views:
         assert_same("view", expected["first.weight"], view)
+
+
+def test_a_partitioned_value_is_not_assigned_to_a_whole_parameter(tmp_path: Path) -> None:
+    """As the first updates of a momentum encoder do it; PyTorch asks neither side, and the parameter has no memory."""
+    model, momentum = Mlp(), Mlp().requires_grad_(False)
+    for each in (model, momentum):
+        each.compile(backend=BACKEND, options={"params": "nvme", "nvme": str(tmp_path)})
+    plain_step(model, adamw(model.parameters()), vectors(0))
+    weight = momentum.first.weight.detach().clone()
+    with torch.no_grad():
+        momentum.first.weight.data = model.first.weight.data * 0.1
+    with pytest.raises(PartitionedParameterError, match=r"first\.weight has no memory: .* instead, on all ranks: `par"):
+        momentum(*vectors(0))
+    momentum.first.weight = nn.Parameter(weight, requires_grad=False)
+    with torch.no_grad():
+        momentum.first.weight.data.copy_(weight * 0.9 + model.first.weight.data * 0.1)
+    momentum(*vectors(0))
 
 
 def test_a_state_dict_sent_to_another_process_does_not_stop_the_training() -> None:

@@ -84,7 +84,7 @@ class Inner(nn.Module):
             x = x * (self.scale * 2) + self.long[1 : ROWS + 1]
             x = x @ self.weight.t() + x @ (self.weight * 0.5)
             x = F.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True))
-            x = x * self.beside.exp() + (self.weight + self.weight.t()).softmax(0)[:ROWS]
+            x = x * self.beside.exp() + (self.weight + self.weight.T).softmax(0)[:ROWS]
             x = F.layer_norm(x, (WIDTH,))  # so that no tanh is flat
             gate = x[:, 0].mean().sigmoid()  # each rank's own
             x = x @ (self.weight * gate) + torch.where(x[0, 0] > 0, self.beside, self.beside * (1 - gate))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zinf_compile._torch import no_torch_function
+from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.create import make_units
@@ -38,6 +39,8 @@ def partition(
     with torch.inference_mode(False), torch.no_grad(), no_torch_function():
         used = in_use((parameter for parameter, _ in distinct), called=called)
         with context.ranks.fail_together("reserving room for parameters"):  # a drive may be full on one rank
+            for parameter, name in distinct:
+                _check_memory(parameter, name)
             made = make_units(distinct, context, homes)
         units = list(zip(distinct, made, strict=True))
         for (parameter, name), unit in units:
@@ -56,6 +59,19 @@ def partition(
     context.memory.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
     types = next((home for (parameter, _), home in zip(distinct, homes, strict=True) if parameter.numel()), homes[0])
     average_the_rest([parameter for parameter, _ in distinct], context, types)
+
+
+def _check_memory(parameter: nn.Parameter, name: str) -> None:
+    """Raise `PartitionedParameterError` for a parameter without memory.
+
+    PyTorch itself performs `parameter.data = value` on a whole parameter, and takes a partitioned value for one with memory.
+    """
+    if parameter.numel() and not parameter.data_ptr():
+        raise PartitionedParameterError(
+            f"parameter {name} has no memory: it was given, by `parameter.data = value`, a value computed from partitioned "
+            "parameters, which a parameter that isn't partitioned yet can't take over. Write the value into it instead, on all "
+            "ranks: `parameter.data.copy_(value)`"
+        )
 
 
 def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:
