@@ -22,8 +22,9 @@ from zinf_compile.runtime.system.process_wide import process_wide
 _held: dict[int, _Held] = process_wide({})
 """Partitioned parameters whose memory is whole for now, by id."""
 
-_uses_by_apply: dict[bool, int] = process_wide({})
-"""Uses of a tensor while an `autograd.Function` that was called with it runs, by whether it requires a gradient."""
+_usual: dict[tuple[bool, bool], int] = process_wide({})
+"""Uses of a parameter that nothing has saved, by whether it requires a gradient, and whether an `autograd.Function` that was
+called with it runs."""
 
 
 class _Held(NamedTuple):
@@ -45,11 +46,11 @@ def in_use(parameters: Iterable[nn.Parameter], *, called: bool) -> set[int]:
         return {id(parameter) for parameter in found}
     with no_torch_function():
         uses = [_uses(parameter) for parameter in found]
-        below = called and all(count > 1 for count in uses)
+        below = called and all(count > _usual_uses(p, below_apply=False) for p, count in zip(found, uses, strict=True))
         return {
             id(parameter)
             for parameter, count in zip(found, uses, strict=True)
-            if storage_owners(parameter) > 1 or count > (_uses_below_apply(parameter.requires_grad) if below else 1)
+            if storage_owners(parameter) > 1 or count > _usual_uses(parameter, below_apply=below)
         }
 
 
@@ -77,7 +78,7 @@ def no_longer_in_use(*, stepped: bool) -> list[nn.Parameter]:
             or (
                 (stepped or not _held[key].by_hooks)
                 and storage_owners(parameter) <= sharing[parameter.untyped_storage()._cdata]
-                and _uses(parameter) <= 1
+                and _uses(parameter) <= _usual_uses(parameter, below_apply=False)
             )
         }
     for key in [key for key in _held if key not in alive or key in over]:
@@ -93,28 +94,30 @@ def forget(parameter: nn.Parameter) -> None:
 def _uses(parameter: torch.Tensor) -> int:
     """Return the uses of a tensor in C++, but for the node that accumulates its gradient, which saves no value."""
     uses = tensor_owners(parameter)
-    if parameter.requires_grad and uses > 1:
+    if parameter.requires_grad:
         edge = torch.autograd.graph.get_gradient_edge(parameter)  # makes such a node if there is none, for as long as it lives
         uses = tensor_owners(parameter) - 1
         del edge
     return uses
 
 
-def _uses_below_apply(requires_grad: bool) -> int:
-    """Return the `_uses` of a tensor for which there is no other reason than a call of an `autograd.Function` with it."""
-    if requires_grad not in _uses_by_apply:
-        tensor = torch.zeros(1, requires_grad=requires_grad)
+def _usual_uses(like: nn.Parameter, *, below_apply: bool) -> int:
+    """Return the `_uses` of a parameter like this one for which there is no other reason."""
+    requires_grad = like.requires_grad
+    if (requires_grad, below_apply) not in _usual:
+        parameter = nn.Parameter(torch.zeros(1), requires_grad)
+        _usual[requires_grad, False] = _uses(parameter)
         with torch.enable_grad():
-            _Count.apply(tensor, requires_grad, torch.zeros(1, requires_grad=True))
-    return _uses_by_apply[requires_grad]
+            _Count.apply(parameter, torch.zeros(1, requires_grad=True))
+    return _usual[requires_grad, below_apply]
 
 
 class _Count(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, requires_grad: bool, learns: torch.Tensor) -> torch.Tensor:
-        _uses_by_apply[requires_grad] = _uses(tensor)
+    def forward(ctx: Any, parameter: torch.Tensor, learns: torch.Tensor) -> torch.Tensor:
+        _usual[parameter.requires_grad, True] = _uses(parameter)
         return learns.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, grads[0]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, grads[0]
