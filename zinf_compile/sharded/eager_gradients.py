@@ -76,7 +76,7 @@ def _is_whole(grad: Any, unit: Unit) -> bool:
 
 def _is_hollow(parameter: torch.Tensor) -> bool:
     """Say whether it is hollow; inside of `gathered()` it isn't, where one rank alone may compute gradients for itself."""
-    return type(parameter) is not nn.Parameter
+    return type(parameter) is not nn.Parameter and parameter.numel() > 0
 
 
 class _Reduced(torch.autograd.Function):
