@@ -103,7 +103,7 @@ def broken(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:
         optimizer.step()
     dcp.load(zinf_compile.dcp_state_dict(model, optimizer), checkpoint_id=folder)
     assert train(compiled, optimizer, range(2, 4)) == after
-    with pytest.raises(TypeError, match=r"which only dcp\.save and dcp\.load take"):
+    with pytest.raises(TypeError, match=r"which only dcp\.save and dcp\.load take.* zinf_compile\.save"):
         zinf_compile.dcp_state_dict(model, optimizer)["model"].state_dict()["words.weight"].exp()
 
 

@@ -56,7 +56,10 @@ class DcpTensor(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise TypeError(f"{func} of a tensor from zinf_compile.dcp_state_dict, which only dcp.save and dcp.load take")
+        raise TypeError(
+            f"{func} of a tensor from zinf_compile.dcp_state_dict, which only dcp.save and dcp.load take. In the place of "
+            "dcp.async_save, which copies all of them first, zinf_compile.save(folder, model, optimizer) saves in the background"
+        )
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         return [
