@@ -117,7 +117,7 @@ def test_blocks_that_differ_by_their_options_are_all_traced(
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["blocks"] is None
     assert main([*command, "--blocks", "layers=9"]) == 2
-    assert "blocks in the middle differ" in capsys.readouterr().err
+    assert "several blocks are gathered at once, in one region: a bucket is larger" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["layers", "layers=0", "=3", "layers=x"])

@@ -147,7 +147,7 @@ def partition_at(model: nn.Module, homes: Sequence[tuple[str, str, str]], option
     context = context_for(config.resolve_group(), device, timeout_s=config.timeout_s, signature=config.signature())
     named = [(parameter, name) for name, parameter in model.named_parameters()]
     placements = [dataclasses.replace(config.placement(), params=Tier(p), grads=Tier(g), optimizer=Tier(o)) for p, g, o in homes]
-    partition(dict(enumerate(named)), context, placements.__getitem__)
+    partition(dict(enumerate(named)), context, placements.__getitem__, called=False)
 
 
 def train_mixtures(
