@@ -27,13 +27,12 @@ from .metadata_calls import converts_nothing
 from .offloaded_value import value_of as offloaded_value
 from .operands import has_whole_values
 from .parameter import ShardedParameter, assign_data, check_assignable, unit_of
-from .parameter_ops import on_shards
+from .parameter_ops import DETACHED, on_shards
 from .recompile_limit import warn_of_eager_frame
 from .tensor import ShardedTensor
 from .wrapping_optimizers import is_wrapper
 
-_DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
-_ON_OFFLOADED = (*_DETACHED, torch.Tensor.copy_)
+_ON_OFFLOADED = (*DETACHED, torch.Tensor.copy_)
 """Calls that load the value of a parameter off the device when it is read, on one process: `state_dict` and loading."""
 
 
@@ -142,7 +141,7 @@ def _on_whole(
     """Run `func` on whole values; autograd reaches the parameters through `_Whole`."""
     for parameter in parameters:
         _reject_own_gradient(func, parameter)
-    differentiate = torch.is_grad_enabled() and func not in _DETACHED
+    differentiate = torch.is_grad_enabled() and func not in DETACHED
     if args and isinstance(args[0], ShardedParameter):
         reject_reshape(func, args[0]._zinf_unit)
     changed = [p for p in changed_parameters(name, args, kwargs) if isinstance(p, ShardedParameter)]
@@ -197,7 +196,7 @@ def _reject_own_gradient(func: Callable[..., Any], parameter: ShardedParameter) 
 def _are_offloaded(func: Callable[..., Any], parameters: Sequence[ShardedParameter]) -> bool:
     """Return whether the only rank has the parameters, one of them off the device, and there is nothing to differentiate."""
     with no_torch_function():
-        differentiated = func not in _DETACHED and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        differentiated = func not in DETACHED and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     units = [p._zinf_unit for p in parameters]
     alone = all(u.shard_group.size == 1 for u in units)
     return alone and not all(u.at_hand for u in units) and not differentiated

@@ -49,7 +49,8 @@ _FRAMES = 16
 """Up the stack within which a state dict or a wrapper of torch.distributed is looked for."""
 
 
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+"""The calls that give a parameter's values without their history."""
 
 
 def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], parameters: Sequence[Any]) -> Any:
@@ -64,7 +65,7 @@ def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
     if name == "__set__":
         return _assign(parameters[0], args[1])
     targets = {id(target) for target in written(name, args, kwargs)}
-    differentiate = torch.is_grad_enabled() and name not in ("detach", *LIKE) and func != _DATA
+    differentiate = torch.is_grad_enabled() and name not in ("detach", *LIKE) and func not in DETACHED
     values: dict[int, ShardedTensor] = {}
     for parameter in parameters:
         with no_torch_function():
