@@ -171,8 +171,8 @@ def fill(parameter: ShardedParameter, full: torch.Tensor) -> None:
 
 def drop_held_values(*, stepped: bool = False) -> None:
     """Make those parameters hollow whose whole values no backward of eager code needs any more; `stepped`: behind a step."""
-    with torch.inference_mode(False):
-        for parameter in no_longer_in_use(stepped=stepped):
+    for parameter in no_longer_in_use(stepped=stepped):
+        with torch.inference_mode(False):
             hollow_out(parameter, parameter._zinf_unit)  # type: ignore[attr-defined]
 
 
