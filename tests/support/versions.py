@@ -14,6 +14,8 @@ guards_requires_grad = not _2_11
 needs_guard_of_requires_grad = pytest.mark.xfail(
     not guards_requires_grad, raises=PartitionedParameterError, reason="Dynamo runs the old graph"
 )
+compiling_is_known_to_other_threads = not _2_11
+"""Whether `torch.compiler.is_compiling()` is true in all threads while a backend of Dynamo runs in one of them."""
 numbers_nodes_as_readme = pytest.mark.xfail(
     _2_11, raises=AssertionError, strict=False, reason="torch.fx gives copied nodes other numbers, where a dump shows any"
 )
