@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from zinf_compile.errors import CheckpointError
@@ -18,19 +19,26 @@ from zinf_compile.sharded.offloaded_value import OffloadedValue
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
-_ACCEPTED = "accepted: None, bool, int, float, str, torch.dtype, tensors, and lists, tuples and dicts of these (keys: str or int)"
+_ACCEPTED = (
+    "accepted: None, bool, int, float, str, torch.dtype, tensors, numpy's numbers and arrays of numbers, and lists, tuples and "
+    "dicts of these (keys: str or int)"
+)
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Return a value as JSON can hold it; its tensors are added to `tensors` under their own places, such as `extra.lr`, of
-    which two that read alike get a number.
+    which two that read alike get a number. Numbers of numpy come back as Python's.
 
     Raises `CheckpointError` naming the place of what is not a plain value.
     """
+    if isinstance(value, np.number | np.bool_):
+        value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, np.ndarray):  # the state of numpy's generators has one
+        return {"array": encode(_tensor_of(value, where), where, tensors)}
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             raise CheckpointError(f"{where} is a {type(value).__name__} of layout {value.layout}; {_ACCEPTED}{_advice(value)}")
@@ -49,6 +57,14 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         kind = "counter" if type(value) is Counter else "dict"  # `MultiStepLR` has its milestones in one
         return {kind: [[_key(key, where), encode(item, f"{where}.{key}", tensors)] for key, item in value.items()]}
     raise CheckpointError(f"{where} is a {type(value).__name__}; {_ACCEPTED}")
+
+
+def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+    """Return a copy of an array as a tensor, also where its strides are negative or its memory can't be written."""
+    try:
+        return torch.from_numpy(np.array(array, order="C"))
+    except (TypeError, ValueError):  # of no numbers, or of the other byte order
+        raise CheckpointError(f"{where} is a numpy array of {array.dtype}; {_ACCEPTED}") from None
 
 
 def _advice(value: torch.Tensor) -> str:
@@ -73,6 +89,8 @@ def decode(value: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
             return float(content)
         if kind == "tensor" and isinstance(content, str) and content in tensors:
             return tensors[content]
+        if kind == "array" and isinstance(content, dict) and isinstance(tensor := decode(content, where, tensors), torch.Tensor):
+            return tensor.numpy()
         if kind == "dtype" and isinstance(content, str) and isinstance(found := getattr(torch, content, None), torch.dtype):
             return found
         if kind == "tuple" and isinstance(content, list):

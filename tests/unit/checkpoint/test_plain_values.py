@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -40,6 +41,26 @@ def test_tensors_and_what_is_no_number() -> None:
     assert found[3] == (value[3][0], math.inf)
 
 
+def test_numbers_and_arrays_of_numpy() -> None:
+    generator = np.random.RandomState(3)
+    array = np.arange(6.0).reshape(2, 3)[::-1, ::2]  # of negative strides
+    value = {
+        "state": generator.get_state(),
+        "best": np.float32(0.1),
+        "epoch": np.int64(3),
+        "done": np.bool_(True),
+        "array": array,
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    found = decode(json.loads(json.dumps(encode(value, "extra", tensors))), "extra", tensors)
+    expected, array[:] = array.copy(), 0  # what is saved is a copy
+    np.testing.assert_array_equal(found["array"], expected, strict=True)
+    assert (found["best"], found["epoch"], found["done"]) == (float(np.float32(0.1)), 3, True)
+    again = np.random.RandomState(0)
+    again.set_state(found["state"])
+    assert again.randint(1 << 30) == generator.randint(1 << 30)
+
+
 def test_places_that_read_alike_are_apart() -> None:
     tensors: dict[str, torch.Tensor] = {}
     one, two, three, four = (torch.full((2,), number) for number in range(4))
@@ -55,6 +76,8 @@ def test_places_that_read_alike_are_apart() -> None:
         ({(1, 2): 3}, r"extra has the key \(1, 2\), a tuple; accepted"),
         ([torch.ones(2).to_sparse()], r"extra\.0 is a Tensor of layout torch\.sparse_coo; accepted"),
         ([lambda: 0], r"extra\.0 is a function; accepted"),
+        ({"names": np.array(["a", "b"])}, r"extra\.names is a numpy array of <U1; accepted: .* arrays of numbers"),
+        ([np.arange(2, dtype=">i4")], r"extra\.0 is a numpy array of >i4; accepted"),
     ],
 )
 def test_what_is_not_plain(value: Any, text: str) -> None:
@@ -62,7 +85,9 @@ def test_what_is_not_plain(value: Any, text: str) -> None:
         encode(value, "extra", {})
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, {"tensor": "gone"}, {"dtype": "nn"}, {"float": "1e"}, {"dict": [[1.5, 2]]}, {}])
+@pytest.mark.parametrize(
+    "value", [{"a": 1}, {"tensor": "gone"}, {"dtype": "nn"}, {"float": "1e"}, {"dict": [[1.5, 2]]}, {"array": {"dict": []}}, {}]
+)
 def test_what_no_save_has_written(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"extra\.0 in the manifest is .*, which no save has written: was it edited\?"):
         decode([value], "extra", {})
