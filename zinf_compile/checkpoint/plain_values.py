@@ -38,16 +38,11 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, np.ndarray):  # the state of numpy's generators has one
-        return {"array": encode(_tensor_of(value, where), where, tensors)}
+        return {"array": _add(_tensor_of(value, where), where, tensors)}
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             raise CheckpointError(f"{where} is a {type(value).__name__} of layout {value.layout}; {_ACCEPTED}{_advice(value)}")
-        place, others = where, 1
-        while place in tensors:  # {"a": {"b.c": x}, "a.b": {"c": y}}
-            others += 1
-            place = f"{where}#{others}"
-        tensors[place] = value
-        return {"tensor": place}
+        return {"tensor": _add(value, where, tensors)}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, list | tuple):
@@ -57,6 +52,16 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         kind = "counter" if type(value) is Counter else "dict"  # `MultiStepLR` has its milestones in one
         return {kind: [[_key(key, where), encode(item, f"{where}.{key}", tensors)] for key, item in value.items()]}
     raise CheckpointError(f"{where} is a {type(value).__name__}; {_ACCEPTED}")
+
+
+def _add(tensor: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Add a tensor to `tensors`; return its place."""
+    place, others = where, 1
+    while place in tensors:  # {"a": {"b.c": x}, "a.b": {"c": y}}
+        others += 1
+        place = f"{where}#{others}"
+    tensors[place] = tensor
+    return place
 
 
 def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
@@ -89,8 +94,9 @@ def decode(value: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
             return float(content)
         if kind == "tensor" and isinstance(content, str) and content in tensors:
             return tensors[content]
-        if kind == "array" and isinstance(content, dict) and isinstance(tensor := decode(content, where, tensors), torch.Tensor):
-            return tensor.numpy()
+        if kind == "array" and isinstance(content, str) and content in tensors:
+            tensor = tensors[content]
+            return tensor.numpy() if isinstance(tensor, torch.Tensor) else tensor  # `zinf inspect` describes tensors instead
         if kind == "dtype" and isinstance(content, str) and isinstance(found := getattr(torch, content, None), torch.dtype):
             return found
         if kind == "tuple" and isinstance(content, list):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -38,7 +39,8 @@ def folder(tmp_path: Path) -> Path:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for step in (1, 2):
-        save(tmp_path, model, optimizer, extra={"step": step, "worst": float("inf"), "order": torch.arange(3)}, keep=2)
+        extra = {"step": step, "worst": float("inf"), "order": torch.arange(3), "seen": np.zeros(2)}
+        save(tmp_path, model, optimizer, extra=extra, keep=2)
     return tmp_path
 
 
@@ -54,7 +56,7 @@ def test_json_has_the_documented_keys(folder: Path, capsys: pytest.CaptureFixtur
     assert found["aliases"] == {"head.weight": "words.weight"}
     assert found["optimizers"]["optimizer"]["class"] == "AdamW"
     assert found["optimizers"]["optimizer"]["groups"][0]["settings"]["lr"] == 0.25
-    assert found["extra"] == {"step": 2, "worst": "inf", "order": "tensor [3] int64"}
+    assert found["extra"] == {"step": 2, "worst": "inf", "order": "tensor [3] int64", "seen": "tensor [2] float64"}
     assert found["files"] == {path.name: path.stat().st_size for path in (folder / "save-00000002").iterdir()}
     assert found["verified"] == sum(tensor["bytes"] for tensor in found["tensors"].values())
 
