@@ -56,17 +56,6 @@ def inside_compiled_call() -> bool:
     return False
 
 
-def is_given_to_function(value: object) -> bool:
-    """Return whether this runs in a custom `autograd.Function` of which `value` is an argument itself."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        called = (frame.f_globals.get("__name__"), frame.f_code.co_name)
-        if called == ("torch.autograd.function", "apply") and any(item is value for item in _local_of(frame, "args")):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def inside_new_parameter() -> bool:
     """Return whether `nn.Parameter()` is what calls."""
     frame: FrameType | None = sys._getframe(1)

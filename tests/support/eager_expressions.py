@@ -43,6 +43,37 @@ class Products(torch.autograd.Function):
         return result
 
 
+class Sums(torch.autograd.Function):
+    """Squares of sums of weights' rows, by a `forward` that is given no context."""
+
+    @staticmethod
+    def forward(weight: torch.Tensor) -> torch.Tensor:
+        return weight.cumsum(0).square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (weight,) = ctx.saved_tensors
+        return (2 * weight.cumsum(0) * grad).flip(0).cumsum(0).flip(0)
+
+
+class Rounded(torch.autograd.Function):
+    """Sums of weights' rows, with PyTorch's decorator for mixed precision above them."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float64)
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.cumsum(0)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.flip(0).cumsum(0).flip(0)
+
+
 class Expressions(nn.Module):
     """Layers that a loop with a draw keeps from being compiled, between two that are."""
 
@@ -90,7 +121,8 @@ class Inner(nn.Module):
             x = x @ (self.weight * gate) + torch.where(x[0, 0] > 0, self.beside, self.beside * (1 - gate))
             most = x.detach().abs().max().item() if self.training else 1.0  # an evaluation is captured whole
             if self.training:  # Dynamo, which captures an evaluation, warns of custom functions
-                x = x @ Products.apply(self.weight * most) + most * x @ (Signs.apply(self.weight) + Signs.apply(self.signs))
+                x = x @ (Products.apply(self.weight * most) + Products.apply(self.weight)) + x @ Sums.apply(self.weight)
+                x = x @ Rounded.apply(self.weight) + most * x @ (Signs.apply(self.weight) + Signs.apply(self.signs))
             x = F.layer_norm(x @ (self.weight * most) + self.beside.square().sum() * x, (WIDTH,))
             made = torch.full_like(self.beside, most)
             made += torch.zeros_like(self.beside).add_(x.detach())

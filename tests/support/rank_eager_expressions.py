@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from eager_expressions import ROWS, WIDTH, Expressions, Products, trained
+from eager_expressions import ROWS, WIDTH, Expressions, trained
 from torch import nn
 from training import BACKEND
 
@@ -37,9 +37,8 @@ WRITES = (
     lambda p: nn.functional.dropout(p.detach(), inplace=True),
     _zeroed_in_inference_mode,
     lambda p: p.detach()[1:3],
-    Products.apply,
 )
-"""Writes to copies, or to parts of them, which would be lost; and a gradient that would be each rank's own."""
+"""Writes to copies, or to parts of them, which would be lost."""
 
 
 def write(rank: int, world: int) -> list[str]:

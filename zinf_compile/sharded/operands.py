@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 
 from zinf_compile._frames import inside_compiled_call
+from zinf_compile._torch import runs_backward
 from zinf_compile.errors import RankMismatchError
 from zinf_compile.runtime.comm.fingerprint import fingerprint
 from zinf_compile.runtime.units.shard_layout import DenseLayout
@@ -44,12 +45,13 @@ def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardV
 
 
 def has_whole_values(unit: Unit) -> bool:
-    """Say whether whole values may be made of what is partitioned like `unit`: on one rank, or inside a compiled call.
+    """Say whether whole values may be made of what is partitioned like `unit`: on one rank, inside a compiled call or a backward.
 
-    Dynamo leaves parts of some forwards to eager code, as those with a graph break in a loop. All ranks call what is compiled;
-    what else reads a parameter may be the code of one rank alone.
+    Dynamo leaves parts of some forwards to eager code, as those with a graph break in a loop; their custom functions may read in
+    the backward what they were given. All ranks call what is compiled, and its backward; what else reads a parameter may be the
+    code of one rank alone.
     """
-    return unit.shard_group.size == 1 or inside_compiled_call()
+    return unit.shard_group.size == 1 or inside_compiled_call() or runs_backward()
 
 
 def gradient_values(gradient: ShardedGradient) -> ShardValues:

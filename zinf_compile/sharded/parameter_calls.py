@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zinf_compile._frames import calling_methods, inside_compiled_call, inside_new_parameter, is_given_to_function
+from zinf_compile._frames import calling_methods, inside_compiled_call, inside_new_parameter
 from zinf_compile._torch import inside_ddp, limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.memory.own_storage import with_own_storage
@@ -139,8 +139,6 @@ def _on_whole(
     func: Callable[..., Any], name: str, parameters: list[ShardedParameter], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Run `func` on whole values; autograd reaches the parameters through `_Whole`."""
-    for parameter in parameters:
-        _reject_own_gradient(func, parameter)
     differentiate = torch.is_grad_enabled() and func not in DETACHED
     if args and isinstance(args[0], ShardedParameter):
         reject_reshape(func, args[0]._zinf_unit)
@@ -176,21 +174,6 @@ def _on_whole(
         if parameter._zinf_unit.saving is not None and parameter._zinf_unit.aliased:
             parameter._zinf_unit.changing()  # the result is memory of it
     return result
-
-
-def _reject_own_gradient(func: Callable[..., Any], parameter: ShardedParameter) -> None:
-    """Raise where a custom function computes a gradient of its own of a parameter that several ranks share."""
-    unit = parameter._zinf_unit
-    if unit.shard_group.size == 1 or unit.at_hand or torch.is_grad_enabled():
-        return
-    with no_torch_function():
-        needs_grad = parameter.requires_grad
-    if needs_grad and is_given_to_function(parameter):
-        raise PartitionedParameterError(
-            f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, in a custom autograd.Function that is "
-            f"given the parameter itself, but {_place(unit).partition('.')[0]}: the gradient that it computes would be this "
-            "rank's own. Give it a whole copy that autograd records: Function.apply(parameter * 1)"
-        )
 
 
 def _are_offloaded(func: Callable[..., Any], parameters: Sequence[ShardedParameter]) -> bool:
