@@ -216,6 +216,10 @@ def runs_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+LEAVES_RECURRENT_FORWARDS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+"""Whether Dynamo compiles nothing of a forward that calls an RNN; later versions compile what comes before and after the call."""
+
+
 def inside_ddp() -> bool:
     """Return whether a DistributedDataParallel module's forward is running."""
     return DistributedDataParallel._get_active_ddp_module() is not None

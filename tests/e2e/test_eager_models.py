@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from models import Mlp, vectors
-from recurrent import Recurrent, batch
+from recurrent import Looped, Recurrent, batch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from versions import leaves_recurrent_forwards
 
 from zinf_compile.optim.eager_models import watch_steps
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -36,15 +37,24 @@ def _step(model: torch.nn.Module, call: Any, times: int = 1) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["in place", "wrapped"])
 def test_the_first_step_warns_once(wrapped: bool) -> None:
-    model = Recurrent()
+    model = Looped()
     call: Any = torch.compile(model, backend="zero_infinity", options={"compute": "fx"}) if wrapped else model
     if not wrapped:
         model.compile(backend="zero_infinity", options={"compute": "fx"})
-    with pytest.warns(UserWarning, match="has compiled nothing of Recurrent") as caught:
+    with pytest.warns(UserWarning, match="has compiled nothing of Looped") as caught:
         _step(model, call, times=2)
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    assert "as one that calls an nn.LSTM" in str(caught[0].message)
+    assert "as one with a graph break in a loop" in str(caught[0].message)
+    assert "let a module of its own have what breaks the graph" in str(caught[0].message)
+
+
+@leaves_recurrent_forwards
+def test_a_recurrent_layer_is_named() -> None:
+    model = Recurrent()
+    model.compile(backend="zero_infinity", options={"compute": "fx"})
+    with pytest.warns(UserWarning, match="as one that calls an nn.LSTM") as caught:
+        _step(model, model)
     assert "set torch._dynamo.config.allow_rnn = True, or call it from a module of your own" in str(caught[0].message)
 
 
@@ -64,17 +74,17 @@ def test_a_module_of_its_own_leaves_the_rest_compiled() -> None:
 
 
 def test_other_models_are_left_alone() -> None:
-    torch.compile(Recurrent(), backend="zero_infinity", options={"compute": "fx"})  # which nothing trains
+    torch.compile(Looped(), backend="zero_infinity", options={"compute": "fx"})  # which nothing trains
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = Recurrent()
+        model = Looped()
         _step(model, model)
-        other = Recurrent()
+        other = Looped()
         _step(other, torch.compile(other, backend="eager"))
 
 
 def test_a_step_in_whose_closure_the_gradients_are_made_warns() -> None:
-    model = Recurrent()
+    model = Looped()
     model.compile(backend="zero_infinity", options={"compute": "fx"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -84,7 +94,7 @@ def test_a_step_in_whose_closure_the_gradients_are_made_warns() -> None:
         loss.backward()
         return loss.item()
 
-    with pytest.warns(UserWarning, match="has compiled nothing of Recurrent"):
+    with pytest.warns(UserWarning, match="has compiled nothing of Looped"):
         optimizer.step(closure)
 
 

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.distributed
 
 def test_the_first_step_is_refused() -> None:
     for error in run_ranks(rank_eager_models.step, 2):
-        assert "has compiled nothing of Recurrent that uses its parameters, before this step of SGD" in error
-        assert "no gradient is averaged over the 2 ranks: set torch._dynamo.config.allow_rnn = True" in error
+        assert "has compiled nothing of Looped that uses its parameters, before this step of SGD" in error
+        assert "no gradient is averaged over the 2 ranks: let a module of its own have what breaks the graph" in error
 
 
 @pytest.mark.filterwarnings("ignore:no compiled graph uses")

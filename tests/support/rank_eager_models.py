@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from recurrent import Recurrent, batch
+from recurrent import Looped, Recurrent, batch
 
 import zinf_compile
 from zinf_compile.optim.eager_models import watch_steps
@@ -12,7 +12,7 @@ from zinf_compile.optim.eager_models import watch_steps
 def step(rank: int, world: int) -> str:
     """Step a model of which nothing is compiled; return the error."""
     watch_steps()  # as at the start of a process
-    model = Recurrent()
+    model = Looped()
     model.compile(backend="zero_infinity", options={"compute": "fx"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(0, rank)).backward()

@@ -1,4 +1,4 @@
-"""A model with an LSTM, all of whose forward Dynamo leaves to eager code."""
+"""A model with an LSTM, and one with a graph break in a loop: Dynamo leaves forwards as these to eager code."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ class Recurrent(nn.Module):
         """Return a loss."""
         logits = self.head(self.layer(self.words(tokens[:, :-1]))[0])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Looped(nn.Module):
+    """A language model of which no version of PyTorch compiles anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        x = self.words(tokens[:, :-1])
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = torch.tanh(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class _Apart(nn.Module):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from zinf_compile import PartitionedParameterError
+from zinf_compile._torch import LEAVES_RECURRENT_FORWARDS
 
 _2_11 = torch.__version__.startswith("2.11.")
 
@@ -16,6 +17,9 @@ needs_guard_of_requires_grad = pytest.mark.xfail(
 )
 compiling_is_known_to_other_threads = not _2_11
 """Whether `torch.compiler.is_compiling()` is true in all threads while a backend of Dynamo runs in one of them."""
+leaves_recurrent_forwards = pytest.mark.skipif(
+    not LEAVES_RECURRENT_FORWARDS, reason="Dynamo compiles what comes before and after a recurrent layer"
+)
 numbers_nodes_as_readme = pytest.mark.xfail(
     _2_11, raises=AssertionError, strict=False, reason="torch.fx gives copied nodes other numbers, where a dump shows any"
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile._torch import own_backends
+from zinf_compile._torch import LEAVES_RECURRENT_FORWARDS, own_backends
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.unpartitioned import is_averaged, models_of
@@ -69,7 +69,8 @@ def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str)
         return
     groups = [given.get("options", given).get("process_group") for _, given in own_backends(module)]
     size = max(dist.get_world_size(group) for group in groups) if dist.is_initialized() else 1
-    recurrent = next((type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase)), "")
+    layers = (type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase))
+    recurrent = next(layers, "") if LEAVES_RECURRENT_FORWARDS else ""
     reason = f"one that calls an nn.{recurrent}" if recurrent else "one with a graph break in a loop"
     way = "set torch._dynamo.config.allow_rnn = True, or call it from a module of your own" if recurrent else ""
     name = type(getattr(module, "_orig_mod", module)).__name__
