@@ -39,6 +39,10 @@ def check_ranks(process_group: Any, mesh: Any) -> None:
     """Refuse what is no set of ranks."""
     if process_group is not None and mesh is not None:
         raise OptionError("options process_group and mesh exclude each other: give one of them")
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise OptionError(
+            "option process_group is a group that this rank is no member of; give it to the models of the group's members only"
+        )
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise OptionError(
             f"option process_group is a {type(process_group).__name__}; accepted: what torch.distributed.new_group "

@@ -2,6 +2,7 @@
 
 collectives — Collectives: shards to full units and gradients to shards, several units at once, straight into the buffers of
     compute.
+differences — What ranks do that were to do the same, in words: the first difference, and advice where it has a usual cause.
 error_notes — Notes of errors that end one rank, for those that wait for it: in the store through which the process group was
     made.
 fingerprint — A hash of a tensor's values, as ranks compare them.

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import ctypes
 import datetime
-import itertools
 import json
 import os
 import pickle
@@ -27,9 +26,10 @@ from zinf_compile._torch import level_group_names, without_python_dispatcher
 from zinf_compile.errors import OptionError, RankMismatchError
 from zinf_compile.ir.program import digest_of
 
+from .differences import ENDING, first_difference
 from .error_notes import ErrorNotes
 from .shard_group import ShardGroup
-from .steps_done import ADVICE, StepDone, describe, differ_in_steps, mixed
+from .steps_done import StepDone, describe, mixed
 
 _LISTENING = datetime.timedelta(seconds=2)
 """How long a rank waits for others before it looks whether one has left a note of an error."""
@@ -37,8 +37,8 @@ _LISTENING = datetime.timedelta(seconds=2)
 _END_WITHIN_S = 10.0
 """Seconds that a rank that ends waits for the others."""
 
-ENDING = "ending"
-"""The name of the last comparison, when a process ends without an error."""
+_CLOSED = re.compile(r"closed|reset by peer|broken pipe|refused", re.IGNORECASE)
+"""Words in the messages of transfers to a process that has ended, or has given up."""
 
 _TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? ?out", re.IGNORECASE)
 """Words in the messages of broken transfers, which have no class of their own."""
@@ -73,6 +73,8 @@ class Ranks:
         self._options = [""]
         """Those of the last compilation; one list for all `Ranks` that are made of these."""
         self._process = os.getpid()
+        self._differed = False
+        """Whether the last comparison of these ranks ended in an error."""
         self._members: list[int] = []
         self._control: dist.ProcessGroup | None = None
         self._notes: ErrorNotes | None = None
@@ -172,6 +174,7 @@ class Ranks:
             return [value]
         mine = digest_of(lines) if digest is None else digest
         bits = struct.unpack("<q", struct.pack("<d", value))[0]
+        self._differed = True
         everyone = self._gather(torch.tensor([mine, bits]), f"{what} ({lines[0]})" if lines else what, within_s)
         digests, values = zip(*(pair.tolist() for pair in everyone), strict=True)
         if any(other != mine for other in digests):
@@ -180,7 +183,8 @@ class Ranks:
             sizes = torch.cat(self._gather(torch.tensor([len(text)]), comparing, within_s)).tolist()
             padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
             described = [json.loads(bytes(row.tolist())) for row in self._gather(padded, comparing, within_s)]
-            raise mismatch(_first_difference(described))
+            raise mismatch(first_difference(described))
+        self._differed = False
         return [struct.unpack("<d", struct.pack("<q", other))[0] for other in values]
 
     def _gather(self, mine: torch.Tensor, what: str, within_s: float | None) -> list[torch.Tensor]:
@@ -289,10 +293,13 @@ class Ranks:
     def compare_at_end(self, digest: int, last_step: StepDone | None) -> None:
         """Raise `RankMismatchError` where the last steps were not taken by all ranks, or other ranks go on; the process ends.
 
-        Not after an error, which says enough, and not in a forked child, which shares its parent's connections. A rank that does
-        not end within `_END_WITHIN_S` seconds of this one is left to itself.
+        Not after an error, which says enough: others are told of one that ends this process. And not in a forked child, which
+        shares its parent's connections. A rank that does not end within `_END_WITHIN_S` seconds of this one is left to itself.
         """
-        if self._control is None or os.getpid() != self._process or hasattr(sys, "last_value"):
+        if self._control is None or os.getpid() != self._process or self._differed:
+            return
+        if (error := getattr(sys, "last_value", None)) is not None:
+            self.tell(error)
             return
         try:
             self.agree(
@@ -302,21 +309,21 @@ class Ranks:
                 details=lambda: describe([last_step], digest),
                 within_s=_END_WITHIN_S,
             )
-        except RankMismatchError as error:
-            if not isinstance(
-                error.__cause__, RuntimeError | dist.DistError
-            ):  # not only left alone, by ranks that ended otherwise
+        except RankMismatchError as differs:
+            left_alone = isinstance(differs.__cause__, RuntimeError | dist.DistError)  # by ranks that ended otherwise
+            if not left_alone:
                 raise
 
     def failed(self, what: str, error: BaseException) -> RankMismatchError:
         """Turn a broken or timed-out transfer into the error a user can act on."""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         told = "" if self._notes is None else self._notes.read()
+        cause = "the connection is closed" if _CLOSED.search(reason) else f"time-out {self.timeout_s:g} s (option timeout_s)"
         why = (
             f": {told}. See that error; all ranks have to go back to the same point, or start again."
             if told
-            else f"; time-out {self.timeout_s:g} s (option timeout_s). Usually a rank ended, took another branch of the model or "
-            "ran out of batches: every rank must run the same graphs in the same order."
+            else f"; {cause}. Usually a rank ended, took another branch of the model or ran out of batches: every rank must run "
+            "the same graphs in the same order."
         )
         return RankMismatchError(
             f"rank {self.rank} of {self.size} got no answer from another rank while {what}{why} The transport said: {reason}"
@@ -339,35 +346,6 @@ class Ranks:
                 exchange()
         except (RuntimeError, dist.DistError) as error:
             raise self.failed(what, error) from error
-
-
-_GATHER = "all_gather "
-_OTHER_GRAPH = (
-    "Where these are of the same model, its graphs differ: a batch or a length of 1 on some ranks alone makes another one there, "
-    "for PyTorch compiles sizes of 1 apart; pad such batches, or drop them on all ranks"
-)
-"""Advice where ranks gather in other orders."""
-
-
-def _first_difference(described: list[list[str]]) -> str:
-    first, of_first, *expected = described[0]
-    for rank, (what, options, *lines) in enumerate(described):
-        for here, there in itertools.zip_longest(lines, expected, fillvalue="nothing more"):
-            if here != there:
-                text = (
-                    f"the ranks are not doing the same thing; first difference: rank 0, {first}, has {there!r}; rank {rank}, "
-                    f"{what}, has {here!r}. Every rank must use the same options and run the same graphs in the same order."
-                )
-                if of_first != options and (there, here) != (of_first, options):  # known to one rank, new to another
-                    text = f"{text} Rank 0 has {of_first!r}; rank {rank} has {options!r}."
-                if differ_in_steps(here, there):
-                    text = f"{text} {ADVICE}"
-                elif here.startswith(_GATHER) and there.startswith(_GATHER):
-                    text = f"{text} {_OTHER_GRAPH}"
-                if ENDING in (first, what) and first != what:
-                    text = f"{text} One rank's process has ended: has it run out of batches, or left the loop by itself?"
-                return text
-    return "the ranks are not doing the same thing, though they describe it alike"
 
 
 def _keep_for_good(work: dist.Work) -> None:

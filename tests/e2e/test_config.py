@@ -86,6 +86,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"machine": 4}, "machine=4 is not known; accepted: a profile's name, or the path of its file"),
     ({"compute_shape": {"token_tile": 0}}, "compute_shape: token_tile=0 is not a size; accepted: a positive number of bytes"),
     ({"compute_shape": {"token_tile": "64 tokens"}}, "token_tile='64 tokens' is not a size; accepted: .* such as '32MiB'"),
+    ({"process_group": torch.distributed.GroupMember.NON_GROUP_MEMBER}, "a group that this rank is no member of"),
     ({"process_group": 3}, "process_group is a int; accepted: what torch.distributed.new_group returns"),
     ({"mesh": 3}, "mesh is int; accepted: a one-dimensional DeviceMesh"),
     ({"process_group": 3, "mesh": 3}, "process_group and mesh exclude each other"),

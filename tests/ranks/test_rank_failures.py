@@ -25,10 +25,10 @@ def differing(*ranks: str) -> str:
     return rf"first difference: {each}\. Every rank must use the same options and run the same graphs in the same order"
 
 
-def unanswered(rank: int, what: str) -> str:
+def unanswered(rank: int, what: str, why: str = r"time-out 4 s \(option timeout_s\)") -> str:
     """Return the pattern of the error of a rank that was left alone."""
     return (
-        rf"RankMismatchError: rank {rank} of 2 got no answer from another rank while {what}; time-out 4 s \(option timeout_s\)\. "
+        rf"RankMismatchError: rank {rank} of 2 got no answer from another rank while {what}; {why}\. "
         "Usually a rank ended, took another branch of the model or ran out of batches: every rank must run the same graphs"
     )
 
@@ -47,6 +47,7 @@ STARTING_FORWARD = rf"{FORWARD} \(all_gather group 0: first\.bias \[13\] float32
 BRANCHES = differing(rf"{FORWARD}, has '.*: even\.bias \[5\] .*'", rf"{FORWARD}, has '.*: odd\.weight .*'") + (
     r"\. Where these are of the same model, its graphs differ: a batch or a length of 1"
 )
+CLOSED = "the connection is closed"
 SCENARIOS = {
     "other_options": ["OptionError: .*" + differing("starting, has '.*bucket=1048576.*'", "starting, .*bucket=2097152.*'")] * 2,
     "other_branch": [f"RankMismatchError: .*{BRANCHES}"] * 2,
@@ -57,6 +58,12 @@ SCENARIOS = {
     "saving_while_training": [
         "RankMismatchError: .*" + differing(f"{FORWARD}, has {FIRST}", "saving the model, has 'saving the model'")
     ] * 2,
+    "evaluating_on_one_rank": [
+        "RankMismatchError: .*"
+        + differing(rf"{FORWARD}, has {FIRST}", r"starting the backward of graph \d+, has '.*: second\.weight .*'")
+        + r"\. Where these are of the same model, one rank has called it once more: an evaluation, "
+    ]
+    * 2,
     "clipping_on_one_rank": [
         "RankMismatchError: .*" + differing(r"norm of the gradient of first\.weight, has 'norm.*'", f"{FORWARD}, has {FIRST}")
     ] * 2,
@@ -81,7 +88,7 @@ SCENARIOS = {
 """What each rank's error says, by function of `rank_failures`."""
 SLOW_SCENARIOS = {
     "no_backward": [unanswered(0, r"starting the backward of graph \d+ \(all_gather group 0: second\.weight .*\)"), "no error"],
-    "too_late": [unanswered(0, STARTING_FORWARD), unanswered(1, STARTING_FORWARD)],
+    "too_late": [unanswered(0, STARTING_FORWARD), unanswered(1, STARTING_FORWARD, CLOSED)],
     "broken_in_a_graph_of_one_rank": [told(r"gathering .* in forward of graph \d+", "KeyError: 'in a hook'"), "KeyError: .*"],
     "raising_in_backward": [unanswered(0, STARTING_FORWARD), "KeyError: 'in a hook'"],
     # the last: from then on the ranks count their process groups differently
@@ -146,7 +153,11 @@ def test_the_others_end_when_one_rank(how: str, code: int, error: str) -> None:
     assert (gone.exit_code, gone.error) == (code, error)
     assert left.exit_code == 1
     ended = differing(f"{FORWARD}, has {FIRST}", "ending, has 'ending'") + r"\. One rank's process has ended: has it run out"
-    expected = f"RankMismatchError: .*{ended}" if code == 0 else unanswered(0, STARTING_FORWARD)
+    expected = {
+        "raises": told(STARTING_FORWARD, error),
+        "is killed": unanswered(0, STARTING_FORWARD, CLOSED),
+        "has no more batches": f"RankMismatchError: .*{ended}",
+    }[how]
     assert re.match(expected, left.error), left.error
 
 

@@ -114,6 +114,14 @@ def saving_while_training(rank: int, options: dict[str, Any]) -> None:
         zinf_compile.full_state_dict(model)
 
 
+def evaluating_on_one_rank(rank: int, options: dict[str, Any]) -> None:
+    compiled = trained(Mlp(), options, rank)
+    if rank == 0:
+        with torch.no_grad():
+            compiled(*vectors(1, rank))
+    compiled(*vectors(1, rank)).backward()
+
+
 def clipping_on_one_rank(rank: int, options: dict[str, Any]) -> None:
     model = Mlp()
     compiled = trained(model, options, rank)
