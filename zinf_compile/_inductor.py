@@ -50,6 +50,22 @@ def compile_with_inductor(
         return compile_fx_inner(region, values, is_backward=backward)
 
 
+def code_settings() -> str:
+    """Return what else decides the code of a region, as text: Inductor's settings, and PyTorch's switches that it reads."""
+    from torch._inductor import config as inductor_config  # noqa: PLC0415
+
+    matmul = torch.backends.cuda.matmul
+    switches = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        matmul.fp32_precision,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
+    return repr((switches, sorted(inductor_config.save_config_portable(ignore_private_configs=False).items())))
+
+
 def _call_in_place_products() -> None:
     """Let Inductor call `addmm_` and `baddbmm_` as eager PyTorch does.
 

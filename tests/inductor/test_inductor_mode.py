@@ -1,4 +1,4 @@
-"""`mode=`: what Inductor is asked for reaches the compilation of each region, and regions of two modes stay apart."""
+"""`mode=` and settings: what Inductor is asked for reaches the compilation of each region, and regions of two stay apart."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from zinf_compile.backend.regions import InductorRegions
 AUTOTUNED = "max-autotune-no-cudagraphs"
 
 
+_found: set[tuple[bool, bool]] = set()
+
+
+def look(graph: fx.Graph) -> None:
+    """Note what a pass of Inductor's finds; one function, as another one asks for regions of its own."""
+    _found.add((inductor_config.max_autotune, inductor_config.triton.cudagraphs))
+
+
 def compiled_with(settings: dict[str, Any]) -> set[tuple[bool, bool]]:
     """Train one step near eager; return (max_autotune, CUDA graphs) as Inductor's passes over the regions found them."""
-    found: set[tuple[bool, bool]] = set()
-
-    def look(graph: fx.Graph) -> None:
-        found.add((inductor_config.max_autotune, inductor_config.triton.cudagraphs))
-
+    _found.clear()
     eager, ours = twins(Mlp)
     ours.compile(backend="zero_infinity", **settings)
     with inductor_config.patch(post_grad_custom_post_pass=look, fx_graph_cache=False):
@@ -33,7 +37,7 @@ def compiled_with(settings: dict[str, Any]) -> set[tuple[bool, bool]]:
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
     for one, other in zip(eager.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(whole_gradient(other), one.grad, rtol=1e-5, atol=1e-6)
-    return found
+    return set(_found)
 
 
 @pytest.mark.slow
@@ -55,6 +59,32 @@ def test_regions_of_two_modes_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
         regions.collect(region(), backward=False)
         regions.compile(rank=0, ranks=1)
     assert modes == ["default", AUTOTUNED]
+
+
+def test_regions_of_other_settings_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Inductor's, and of PyTorch's that decide its code, as a user switches them on after some steps."""
+    compiled: list[bool] = []
+    monkeypatch.setattr(inductor, "compile_with_inductor", lambda region, **_: compiled.append(_settings()))
+    monkeypatch.setattr(inductor, "_shared", {})
+
+    def compile_one() -> None:
+        regions = InductorRegions()
+        regions.collect(region(), backward=False)
+        regions.compile(rank=0, ranks=1)
+
+    def _settings() -> bool:
+        return inductor_config.emulate_precision_casts or torch.are_deterministic_algorithms_enabled()
+
+    try:
+        for deterministic in (False, True, False):
+            torch.use_deterministic_algorithms(deterministic)
+            compile_one()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for emulate in (False, True, False):
+        with inductor_config.patch(emulate_precision_casts=emulate):
+            compile_one()
+    assert compiled == [False, True, True]
 
 
 def region() -> fx.GraphModule:

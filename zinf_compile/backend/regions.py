@@ -22,6 +22,7 @@ from torch.fx.graph import CodeGen
 
 from zinf_compile._inductor import (
     caches_compiled_regions,
+    code_settings,
     compile_with_inductor,
     inductor_decompositions,
     inductor_processes,
@@ -100,6 +101,7 @@ class InductorRegions:
 
     def __init__(self, *, mode: str = "default", on_refusal: str = "fx") -> None:
         self._mode = mode
+        self._settings = functools.cache(code_settings)  # Inductor is imported for those who compile
         self._on_refusal = on_refusal
         self._own: dict[tuple[Any, ...], SharedRegion] = {}
         self._waiting: dict[SharedRegion, tuple[Any, ...]] = {}
@@ -113,7 +115,7 @@ class InductorRegions:
             return run_by_operator(region)
         if self._mode == "default" and all(map(_is_library_call, region.graph.nodes)):
             return run_by_operator(region)
-        key = (backward, self._mode, torch.get_num_threads(), *structure(region))
+        key = (backward, self._mode, torch.get_num_threads(), self._settings(), *structure(region))
         known = self._own if _belongs_to_its_graph(region) else _shared
         with _lock:
             shared = known.setdefault(key, SharedRegion(region, backward=backward, mode=self._mode))
