@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 
+from zinf_compile.errors import BudgetError, PlanError
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.lower_bound import BUSY_CELLS, lower_bound
@@ -36,8 +38,9 @@ def tell_homes(
     step = f"step {simulate(problem, plan).seconds:.3g} s"
     if len(problem.regions) + len(problem.units) + len(problem.pieces) <= LARGE:
         most = {str(tier): int(held.max()) for tier, held in occupied(problem, plan).items() if tier.in_memory}
-        bound = lower_bound(problem.with_budgets(**most), cells=BUSY_CELLS, idle_links=True)  # some per cent lower, in a second
-        step += f" (bound {bound.seconds:.3g} s, by {bound.by})"
+        with contextlib.suppress(PlanError, BudgetError):  # a line of a log ends no run
+            bound = lower_bound(problem.with_budgets(**most), cells=BUSY_CELLS, idle_links=True)
+            step += f" (bound {bound.seconds:.3g} s, by {bound.by})"
     counted = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
     head = f"plan for {counted} parameters, {ranks} rank{'s' if ranks > 1 else ''}: {', '.join([step, *_memories(used)])}"
     return f"{head}\n  {'     '.join(filter(None, [shares_line(problem, homes), saved]))}"

@@ -30,7 +30,7 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import KEEP
 from zinf_compile.plan.profile import Profile, find_profile, shipped
 from zinf_compile.plan.simulate import Timeline, simulate
-from zinf_compile.plan.table import homes_table, summary_line
+from zinf_compile.plan.table import homes_table, in_seconds, summary_line
 from zinf_compile.plan.verify import check
 
 from .measure_machine import measure_machine
@@ -232,7 +232,8 @@ def _text(each: Planned, row: dict[str, Any]) -> str:
         days = f"; drives last {life:,.0f} days of it" if life is not None else ""
         lines.append(f"{_gib(row['written'])} written to drives by each rank and step{days}")
     busy = [
-        [lane, f"{s:.2f} s", f"{s / row['step']:.0%}", f"{row['waited'].get(lane, 0.0):.2f} s"] for lane, s in row["busy"].items()
+        [lane, in_seconds(s), f"{s / row['step']:.0%}", in_seconds(row["waited"].get(lane, 0.0))]
+        for lane, s in row["busy"].items()
     ]
     lines.append(tabulate(busy, headers=["lane", "busy", "of the step", "compute waits"], disable_numparse=True))
     return "\n".join(lines)

@@ -301,7 +301,10 @@ class _Programme(UpdatesProgramme):
                     self.taken[interval] += unit.full_gradient_bytes
             if made:
                 first = min(made)
-                self.lasting_room[first if first % 2 else first + 1][homes[device]] += unit.gradient_bytes
+                reduced = 1 if unit.full_gradient_bytes else 0  # a shard is there behind the region that makes the full one
+                since = (first if first % 2 else first + 1) + reduced
+                if since < self.intervals:
+                    self.lasting_room[since][homes[device]] += unit.gradient_bytes
             for tier in problem.tiers[1:]:
                 for link in problem.hops(device, tier):
                     seconds = link.seconds(unit.gradient_bytes)

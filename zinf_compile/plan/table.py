@@ -99,11 +99,16 @@ def describe(row: Gather | Reduction | Remake | Fetch | Store | Update) -> str:
 
 def summary_line(problem: StepProblem, timeline: Timeline, *, bound: float, by: str) -> str:
     """Return the line that a log begins with: seconds, the bound and what sets it, and memory against its budgets."""
-    parts = [f"step {timeline.seconds:.2f} s (bound {bound:.2f} s, by {by})"]
+    parts = [f"step {in_seconds(timeline.seconds)} (bound {in_seconds(bound)}, by {by})"]
     for memory in problem.memories:
         if memory.bytes is not None:
             parts.append(f"{memory.tier} {_gib(timeline.peak[memory.tier])} of {_gib(int(problem.room(memory.tier)))}")
     return ", ".join(parts)
+
+
+def in_seconds(seconds: float) -> str:
+    """Return seconds as text: with two decimals, or two digits where those would show none."""
+    return f"{seconds:.2f} s" if seconds >= 0.1 or not seconds else f"{seconds:.2g} s"
 
 
 def _gib(count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ from hypothesis import strategies as st
 from plan_cases import training
 
 from zinf_compile.plan.lower_bound import CELLS, _Programme, lower_bound
+from zinf_compile.plan.occupancy import occupied
+from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.planners import cached_prefetch, just_in_time
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import KEEP, StatePiece
+from zinf_compile.plan.simulate import step_seconds
 
 ROUNDING = 1e-9
 
@@ -54,6 +59,27 @@ slow_problems = st.builds(
 def test_fewer_moments_only_lower_the_bound(problem: StepProblem) -> None:
     """Gradients that are made behind the last moment are at none of them."""
     assert lower_bound(problem, cells=8).seconds <= lower_bound(problem).seconds * (1 + ROUNDING)
+
+
+@settings(max_examples=40)
+@given(
+    problem=st.builds(
+        training,
+        seed=st.integers(0, 1000),
+        blocks=st.integers(1, 3),
+        tiers=st.sampled_from((2, 3)),
+        world=st.sampled_from((1, 2, 4)),
+        saved=st.booleans(),
+        device=st.just(2.0),
+        host=st.just(2.0),
+    ),
+    planner=st.sampled_from((just_in_time, cached_prefetch)),
+)
+def test_a_plan_fits_into_what_it_takes(problem: StepProblem, planner: Callable[[StepProblem], Plan]) -> None:
+    """Also where one region makes all gradients, and is the one that takes most."""
+    plan = planner(problem)
+    most = {str(tier): int(taken.max()) for tier, taken in occupied(problem, plan).items()}
+    assert lower_bound(problem.with_budgets(**most)).seconds <= step_seconds(problem, plan) * (1 + ROUNDING)
 
 
 @settings(max_examples=20)
