@@ -124,6 +124,17 @@ def test_parameters_without_values_are_refused(place: str, grad: bool) -> None:
     assert {type(p) for p in model.parameters()} == {ShardedParameter}
 
 
+def test_parameters_that_inductor_freezes_are_refused_by_the_setting() -> None:
+    model = Mlp()
+    compiled = wrapped(model)
+    with torch._inductor.config.patch(freezing=True):
+        plain_step(compiled, adamw(model.parameters()), vectors(0))
+        with torch.no_grad(), pytest.raises(UnsupportedModelError, match=r"torch\._inductor\.config\.freezing = False"):
+            compiled(*vectors(1))
+    with torch.no_grad():
+        assert compiled(*vectors(1)).isfinite()
+
+
 def test_one_parameter_on_another_device_is_refused_by_name() -> None:
     class Elsewhere(Mlp):
         def __init__(self) -> None:

@@ -134,11 +134,36 @@ def test_what_is_no_number_of_blocks_is_refused(text: str, capsys: pytest.Captur
         (["--machine", "h100", "--options", "[]"], "--options is a list; accepted: an object"),
         (["--machine", "h100", "--html", "none/page.html"], "'none/page.html': its folder does not exist; accepted: a file in"),
         (["--machine", "h100", "--perfetto", "none/trace.json"], "'none/trace.json': its folder does not exist; accepted"),
+        (
+            ["--machine", "h100", "--options", '{"device_memory": "1GiB"}'],
+            "option device_memory is an argument of `zinf plan`: give --device-memory",
+        ),
+        (["--machine", "h100", "--options", '{"planner": "greedy"}'], "give --planner in its place"),
+        (["--machine", "h100", "--options", '{"activations": "host"}'], "option activations='host' is not planned by"),
+        (
+            ["--machine", "h100", "--nvme", "0x", "--options", '{"optimizer": "nvme"}'],
+            "option optimizer='nvme' needs drives of a known speed",
+        ),
+        (["--machine", "h100", "--html", "."], "'.' is a folder; accepted: a file in one"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mlp", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_words_of_options_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"params": "host", "grads": "device", "optimizer": "nvme"}
+    assert main([*COMMAND, "--json", "--options", json.dumps(words)]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["budgets"]
+    homes = found["plan"]["local"]["homes"]
+    assert [set(homes[kind].values()) for kind in ("params", "grads", "states")] == [{"host"}, {"device"}, {"nvme"}]
+    assert found["written"] > 0
+
+
+def test_a_target_that_takes_arguments_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "torch.nn:Linear", "--machine", "h100"]) == 2
+    assert "target 'torch.nn:Linear' takes arguments (missing a required argument: 'in_features')" in capsys.readouterr().err
 
 
 def test_an_illegal_plan_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,8 +53,9 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
     attached = [name for name, _ in gm.named_parameters()]
     if attached:
         raise UnsupportedModelError(
-            f"Dynamo attached parameter {attached[0]} to the graph instead of passing it as an input; set "
-            "torch._dynamo.config.inline_inbuilt_nn_modules = True (its default)"
+            f"Dynamo attached parameter {attached[0]} to the graph instead of passing it as an input, and what a graph holds "
+            "can't be partitioned. Set torch._dynamo.config.inline_inbuilt_nn_modules = True and, for evaluations, "
+            "torch._inductor.config.freezing = False (TORCHINDUCTOR_FREEZING=0): their defaults"
         )
     slots: dict[int, ParameterSlot] = {}
     buffers: dict[int, str] = {}

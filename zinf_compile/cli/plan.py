@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from zinf_compile.config import AUTO
 from zinf_compile.errors import BudgetError, OptionError, PlanError
 from zinf_compile.ir.sizes import parse_bytes
-from zinf_compile.ir.tiers import Tier
+from zinf_compile.ir.tiers import Tier, all_tiers
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.plan.collector import rare_collections
 from zinf_compile.plan.critical_path import CriticalPath, critical_path
@@ -27,7 +28,7 @@ from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS
 from zinf_compile.plan.planners.just_in_time import just_in_time
 from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.problem_parts import KEEP
+from zinf_compile.plan.problem_parts import KEEP, Allowed
 from zinf_compile.plan.profile import Profile, find_profile, shipped
 from zinf_compile.plan.simulate import Timeline, simulate
 from zinf_compile.plan.table import homes_table, in_seconds, summary_line
@@ -41,6 +42,12 @@ from .trace import DumpError
 
 HERE = "here"
 
+_FLAGS = {"device_memory": "--device-memory", "host_memory": "--host-memory", "planner": "--planner", "machine": "--machine"}
+"""Options of torch.compile for which the command has an argument."""
+
+_KINDS = {"params": "params", "grads": "grads", "optimizer": "states", "update": "update"}
+"""Options that say where something lives, or is updated, by their field of `Allowed`."""
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
@@ -48,7 +55,7 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="predict a model's step on a machine, within budgets",
         description="Trace a model on fake tensors, plan a step on a machine's profile, and print who lives where, the predicted "
-        "step beside a bound that no plan can beat, and what sets it; where it does not fit, the smallest budgets that do.",
+        "step beside a bound that no plan can beat, and what sets it; where it does not fit, budgets that do.",
     )
     parser.add_argument("target", metavar="TARGET", help=f"MODULE:FUNCTION, as for `zinf dump`; or {', '.join(TARGETS)}")
     parser.add_argument("--machine", metavar="NAME", required=True, help=f"{', '.join(shipped())}; {HERE}; or a profile's file")
@@ -80,6 +87,8 @@ def run(options: argparse.Namespace) -> str:
     for file in (options.perfetto, options.html):
         if file is not None and not file.parent.is_dir():
             raise DumpError(f"{str(file)!r}: its folder does not exist; accepted: a file in one that does")
+        if file is not None and file.is_dir():
+            raise DumpError(f"{str(file)!r} is a folder; accepted: a file in one")
     profile = measure_machine(options.machine) if options.machine == HERE else find_profile(options.machine)
     given = _options(options.options)
     host = options.host_memory or profile.host_memory_bytes or None
@@ -147,12 +156,27 @@ def _bound(problem: StepProblem) -> Bound:
         raise PlanError("no bound is found for a step that has a legal plan; please report it, with the command") from error
 
 
+def _allowed(given: Mapping[str, Any], tiers: Sequence[Tier]) -> Allowed:
+    """Return what the words of options allow on a machine with these tiers."""
+    found: dict[str, tuple[Tier, ...]] = {}
+    for option, kind in _KINDS.items():
+        word = given.get(option)
+        if word not in all_tiers():  # "auto", none, or what tracing refuses
+            continue
+        tier = Tier(word)
+        if tier not in tiers and tier.in_folders:
+            raise DumpError(f"option {option}={word!r} needs drives of a known speed; give their number, such as --nvme 1x")
+        found[kind] = (tier if tier in tiers else Tier.DEVICE,)  # a device that is host memory
+    return Allowed(**found)
+
+
 def _facts(profile: Profile, where: Place, world: int, given: Mapping[str, Any]) -> StepFacts:
     kept, stay = given.get("activations") == KEEP, given.get("reshard_after_backward") is False
     sharers = min(world, profile.devices_per_node)
     return StepFacts(
         memories=where.memories,
         links=where.links,
+        allowed=_allowed(given, [memory.tier for memory in where.memories]),
         world_size=world,
         flops_per_second=lambda dtype: profile.flops(str(dtype).removeprefix("torch.")),
         bytes_per_second=profile.device_bytes_per_second,
@@ -171,7 +195,8 @@ def _report(each: Planned, profile: Profile, options: argparse.Namespace, tokens
     Keys are added in later versions, never renamed. Bytes and seconds are those of one rank and one step, budgets as given.
 
         fits, budgets         whether a plan was found; bytes by tier, for one rank
-        least                 where it does not fit: the smallest budgets that do, by tier, of all ranks that share it; null: none
+        least                 where it does not fit: the least budgets that do if no saved value moves, by tier, of all ranks that
+                              share it; null: none
         step, bound, bound_by seconds as simulated; seconds below which no plan is; the lane that is busiest in the bound
         critical_path         seconds by lane of the chain of tasks that sets the step's length
         tokens_per_second     of all ranks
@@ -216,8 +241,9 @@ def _text(each: Planned, row: dict[str, Any]) -> str:
     if each.plan is None or each.timeline is None or each.bound is None:
         if each.least is None:
             return f"{each.title}: it does not fit, whatever the budgets; give it a farther tier (--nvme), or more ranks"
-        least = ", ".join(f"{tier} {_gib(count)}" for tier, count in each.least.items())
-        return f"{each.title}: it does not fit; the smallest budgets that do, to a per cent: {least}"
+        given = {memory.tier: memory.bytes for memory in each.problem.memories}
+        grown = [f"{tier} {_gib(count)}" for tier, count in each.least.items() if count != given[tier]]
+        return f"{each.title}: it does not fit; the least that does, where no saved value moves: {', '.join(grown)}"
     lines = [
         summary_line(each.problem, each.timeline, bound=each.bound.seconds, by=each.bound.by),
         homes_table(each.problem, each.plan),
@@ -252,7 +278,16 @@ def _options(text: str) -> dict[str, Any]:
         raise DumpError(f'--options is not JSON ({error}); accepted: an object such as \'{{"bucket": "8MiB"}}\'') from error
     if not isinstance(value, dict):
         raise DumpError(f"--options is a {type(value).__name__}; accepted: an object")
-    return {"compute": "fx", **value}
+    for option in _FLAGS.keys() & value.keys():
+        raise DumpError(f"option {option} is an argument of `zinf plan`: give {_FLAGS[option]} in its place")
+    if value.get("activations") in all_tiers():
+        raise DumpError(
+            f"option activations={value['activations']!r} is not planned by: saved values move where the budget has no room for "
+            f"them; accepted: {AUTO!r}, {KEEP!r}, 'recompute'"
+        )
+    words = [Tier(value[option]) for option in _KINDS if value.get(option) in all_tiers()]
+    folder = {"nvme": "."} if any(tier.in_folders for tier in words) else {}  # nothing is written there
+    return {"compute": "fx", **folder, **value}
 
 
 def _size(text: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +103,12 @@ def load_target(spec: str) -> Target:
         raise DumpError(f"target {spec!r}: module {module_name!r} has no {function_name!r}") from error
     if not callable(target):
         raise DumpError(f"target {spec!r} is a {type(target).__name__}; accepted: a function that returns (model, inputs)")
+    try:
+        inspect.signature(target).bind()
+    except TypeError as error:
+        raise DumpError(f"target {spec!r} takes arguments ({error}); accepted: a function that is called without any") from None
+    except ValueError:  # of no known signature
+        pass
     found: Target = target
     return found
 

@@ -47,7 +47,9 @@ def _section(shown: Shown, longest: float) -> str:
     if shown.timeline is None:
         least = shown.report.get("least") or {}
         text = ", ".join(f"{tier} {_bytes(count)}" for tier, count in least.items()) or "none"
-        return "\n".join([*parts, f"<p>It does not fit. The smallest budgets that do: {html.escape(text)}.</p>"])
+        return "\n".join(
+            [*parts, f"<p>It does not fit. The least that does, where no saved value moves: {html.escape(text)}.</p>"]
+        )
     timeline, report = shown.timeline, shown.report
     parts.append(
         f"<p>step {timeline.seconds:.3f} s, bound {report['bound']:.3f} s by {html.escape(report['bound_by'])}, "
