@@ -152,6 +152,8 @@ def report_steps(model: nn.Module, *, every: int = 100, write: Callable[[str], o
     """
     if not isinstance(every, int) or every < 1:
         raise OptionError(f"every={every!r} is no number of steps; accepted: 1, 2, ...")
+    if not callable(write):
+        raise OptionError(f"write={write!r} can't be called; accepted: a function of one text, such as print")
     context = _context_of(model, "report_steps")
     meter = context.lanes.meter
 

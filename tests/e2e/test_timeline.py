@@ -106,6 +106,8 @@ def test_nothing_is_kept_when_nobody_records(tmp_path: Path) -> None:
         zinf_compile.timeline(training.model, tmp_path / "no" / "step.html")
     with pytest.raises(OptionError, match=r"every=0 is no number of steps; accepted: 1, 2"):
         zinf_compile.report_steps(training.model, every=0)
+    with pytest.raises(OptionError, match=r"write='log' can't be called; accepted: a function of one text"):
+        zinf_compile.report_steps(training.model, write="log")  # type: ignore[arg-type]
     recording = zinf_compile.timeline(training.model)
     with pytest.raises(OptionError, match="is not over: train on"):
         _ = recording.measured

@@ -6,7 +6,7 @@ Called by `load`; changes nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,9 +68,17 @@ class Fitting:
         return found
 
 
+def check_optimizer(given: object) -> None:
+    """Raise `TypeError` for what is no optimizer, nor a wrapper around one."""
+    if not hasattr(given, "param_groups"):
+        raise TypeError(f"a {type(given).__name__} is given as an optimizer; accepted: an Optimizer of torch.optim, or several")
+
+
 def named_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[tuple[str, Optimizer]]:
-    """Return optimizers with the names under which they are saved."""
-    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    """Return optimizers with the names under which they are saved. Raises `TypeError` for what is none."""
+    given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for each in given:
+        check_optimizer(each)
     return [("optimizer" if len(given) == 1 else f"optimizer.{number}", each) for number, each in enumerate(given)]
 
 

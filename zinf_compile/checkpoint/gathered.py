@@ -30,6 +30,7 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     Needs memory for the whole model on each rank; to save or load, `full_state_dict` and `load_full_state_dict` need that
     of one parameter. A change of type or shape raises `PartitionedParameterError` and leaves the old values.
     """
+    plain(model)  # nothing else than a model is accepted
     if write:
         _reject_nesting(model)
     found = partitioned_parameters(model)
@@ -124,9 +125,10 @@ NOT_GIVEN = (
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile(model)` wraps, whose names are the user's."""
+    """Return the module that `torch.compile(model)` wraps, whose names are the user's; raise `TypeError` for what is no model."""
     inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
+    if not isinstance(inner, nn.Module):
+        raise TypeError(f"a {type(inner).__name__} is given as the model; accepted: an nn.Module, as it is or compiled")
     return inner
 
 

@@ -24,6 +24,7 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.host_shortage import host_shortage
 from zinf_compile.sharded.parameter import unit_of
 
+from .fit import check_optimizer
 from .gathered import gathered_on_first
 
 
@@ -73,6 +74,7 @@ def units_of(optimizer: Optimizer) -> tuple[list[Unit | None], Context | None]:
 
     None in place of a unit: the parameter isn't partitioned, and its states aren't split.
     """
+    check_optimizer(optimizer)
     split = split_units(optimizer)
     units = [unit_of(p) or split.get(p) for group in optimizer.param_groups for p in group["params"]]
     return units, next((unit.context for unit in units if unit is not None), None)

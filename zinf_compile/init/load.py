@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zinf_compile.checkpoint.gathered import plain
 from zinf_compile.checkpoint.intake import DType, Rename
 from zinf_compile.checkpoint.load import load as load_checkpoint
 from zinf_compile.runtime.system.accelerator import numbered
@@ -44,5 +45,5 @@ def load(
     `rename`: a mapping of names in the checkpoint to names in the model, or a function. `CheckpointError` names all collisions,
     all names that match nothing and all conversions that lose more than digits behind the point.
     """
-    meta = OntoMeta(model, numbered(torch.device(device))) if is_on_meta(model) else None
+    meta = OntoMeta(model, numbered(torch.device(device))) if is_on_meta(plain(model)) else None
     return load_checkpoint(folder, model, optimizer, dtype=dtype, rename=rename, meta=meta)

@@ -1,0 +1,50 @@
+"""Arguments that are swapped, or something else than what belongs there: an error names what was found and what is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_compile
+from zinf_compile.checkpoint.fit import named_optimizers
+
+CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "save, swapped": (lambda model, optimizer: zinf_compile.save(model, "folder", optimizer), "a str is given as the model"),
+    "load, swapped": (lambda model, optimizer: zinf_compile.load(model, "folder", optimizer), "a str is given as the model"),
+    "full_state_dict": (lambda model, optimizer: zinf_compile.full_state_dict(None), "a NoneType is given as the model"),
+    "partition": (lambda model, optimizer: zinf_compile.partition(None), "a NoneType is given as the model"),
+    "gathered": (lambda model, optimizer: zinf_compile.gathered(model.weight).__enter__(), "a Parameter is given as the model"),
+    "save a scheduler": (
+        lambda model, optimizer: zinf_compile.save("folder", model, torch.optim.lr_scheduler.ConstantLR(optimizer)),
+        "a ConstantLR is given as an optimizer; accepted: an Optimizer of torch.optim, or several",
+    ),
+    "states of a model": (
+        lambda model, optimizer: zinf_compile.full_optimizer_state_dict(model),
+        "a Linear is given as an optimizer",
+    ),
+    "states into a model": (
+        lambda model, optimizer: zinf_compile.load_full_optimizer_state_dict(model, {}),
+        "a Linear is given as an optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_model_and_no_optimizer_is_named(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    act, message = CALLS[call]
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=message):
+        act(model, torch.optim.SGD(model.parameters()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_optimizers_come_from_any_iterable() -> None:
+    one, two = (torch.optim.SGD(nn.Linear(2, 2).parameters()) for _ in range(2))
+    assert named_optimizers({"a": one, "b": two}.values()) == [("optimizer.0", one), ("optimizer.1", two)]  # type: ignore[arg-type]
+    assert named_optimizers(one) == [("optimizer", one)]
