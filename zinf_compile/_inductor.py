@@ -5,16 +5,22 @@ Checked on 2.11.0, 2.13.0 and 2.15.0, as in `_torch.py`. Inductor is imported by
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing  # a region's own
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_DAMAGED = re.compile(r"(/\S+\.so): (?:file too short|invalid ELF header|cannot read file data|ELF load command)")
+"""What the loader says of a library of which a part is missing."""
 
 
 def compile_with_inductor(
@@ -106,6 +112,21 @@ def unwritable_inductor_cache() -> str:
             f"its cache directory {directory} can't be written to: {error.strerror}; set TORCHINDUCTOR_CACHE_DIR to a directory "
             "that this process may write to"
         )
+
+
+def remove_damaged_library(error: Exception) -> bool:
+    """Remove the library in Inductor's cache that can't be loaded, if that is the error; return whether it is gone.
+
+    A process that is killed while a compiler writes leaves part of one, which Inductor takes for a whole one from then on.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: PLC0415
+
+    found = _DAMAGED.search(str(error))
+    if found is None or not Path(found[1]).resolve().is_relative_to(Path(cache_dir()).resolve()):
+        return False
+    with contextlib.suppress(OSError):
+        Path(found[1]).unlink(missing_ok=True)  # another rank may have been first
+    return not Path(found[1]).exists()
 
 
 def vector_isa_probes() -> list[Callable[[], bool]]:

@@ -194,3 +194,34 @@ def test_products_added_in_place_compile_where_ci_is_set(monkeypatch: pytest.Mon
     compiled = regions.SharedRegion(graph, backward=False).compile()
     for found, expected in zip(compiled(list(values)), add(*values), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason", "times"),
+    [("cache", "file too short", 2), ("cache", "undefined symbol: gone", 1), ("elsewhere", "invalid ELF header", 1)],
+)
+def test_a_damaged_library_in_the_cache_is_made_anew(
+    place: str, reason: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a killed process leaves one. Others stay where they are: the region runs operator by operator."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    damaged = tmp_path / place / "ab" / "cab.main.so"
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    calls = 0
+
+    def compile_once(*args: Any, **settings: Any) -> Callable[[list[Any]], list[Any]]:
+        nonlocal calls
+        calls += 1
+        if damaged.exists():
+            raise ImportError(f"{damaged}: {reason}")
+        return lambda values: values
+
+    monkeypatch.setattr(regions, "compile_with_inductor", compile_once)
+    gm = make_fx(lambda x: [torch.tanh(x) + 1])(torch.randn(3))
+    made = regions.InductorRegions()
+    made.collect(gm, backward=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.compile(rank=0, ranks=1)
+    assert (calls, damaged.exists(), len(caught)) == (times, times == 1, times == 1)

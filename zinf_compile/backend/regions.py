@@ -26,6 +26,7 @@ from zinf_compile._inductor import (
     compile_with_inductor,
     inductor_decompositions,
     inductor_processes,
+    remove_damaged_library,
     unwritable_inductor_cache,
     vector_isa_probes,
 )
@@ -161,7 +162,12 @@ class InductorRegions:
 
     def _compile(self, shared: SharedRegion) -> Compiled:
         try:
-            return shared.compile()
+            try:
+                return shared.compile()
+            except Exception as error:
+                if not remove_damaged_library(error):
+                    raise
+                return shared.compile()
         except Exception as error:
             return self._without_inductor(shared, describe_refusal(error), error)
 
