@@ -296,10 +296,11 @@ class Ranks:
         Not after an error, which says enough: others are told of one that ends this process. And not in a forked child, which
         shares its parent's connections. A rank that does not end within `_END_WITHIN_S` seconds of this one is left to itself.
         """
-        if self._control is None or os.getpid() != self._process or self._differed:
+        if self._control is None or os.getpid() != self._process:
             return
         if (error := getattr(sys, "last_value", None)) is not None:
             self.tell(error)
+        if error is not None or self._differed:
             return
         try:
             self.agree(
