@@ -286,8 +286,8 @@ def _options(text: str) -> dict[str, Any]:
             f"them; accepted: {AUTO!r}, {KEEP!r}, 'recompute'"
         )
     words = [Tier(value[option]) for option in _KINDS if value.get(option) in all_tiers()]
-    folder = {"nvme": "."} if any(tier.in_folders for tier in words) else {}  # nothing is written there
-    return {"compute": "fx", **folder, **value}
+    folders = {tier: "." for tier in words if tier.in_folders}  # a tier's folder is the option of its name; nothing is written
+    return {"compute": "fx", **folders, **value}
 
 
 def _size(text: str) -> int:
