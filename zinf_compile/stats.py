@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.parameter import ShardedParameter
 
 _log = logging.getLogger("zinf_compile")
@@ -38,7 +39,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
     `device_memory` the bytes that are `held` on the device and the most that were (`peak`), results included. `caps`: the limits
     of the schedule. Empty before the first compiled call.
     """
-    context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
+    context = next((p._zinf_unit.context for p in plain(model).parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:
         return {}
     ledgers = {Tier.DEVICE: context.memory.ledger, Tier.HOST: context.memory.host_ledger}
@@ -143,7 +144,7 @@ def memory(model: nn.Module) -> dict[str, dict[str, int]]:
     forwards have saved in host memory beside the device; `staging` are the buffers of other transfers in flight, and `bounce`
     the bounce buffers for blocks that direct I/O can't transfer in place. Empty before the first compiled call.
     """
-    for parameter in model.parameters():
+    for parameter in plain(model).parameters():
         if isinstance(parameter, ShardedParameter):
             ledger = parameter._zinf_unit.context.memory.ledger
             return {"now": ledger.now(), "peak": ledger.peak()}

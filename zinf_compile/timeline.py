@@ -25,6 +25,7 @@ from zinf_compile.plan.unroll import COMPUTE, UPDATE
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.overlap_log import busy_s
 from zinf_compile.runtime.lanes.step_recorder import StepRecord
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def measured_timeline(record: StepRecord) -> Timeline:
 
 
 def _context_of(model: nn.Module, what: str) -> Context:
-    context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
+    context = next((p._zinf_unit.context for p in plain(model).parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:
         raise OptionError(
             f"{what}: no parameter of this {type(model).__name__} is partitioned; call it after the first compiled step"

@@ -31,13 +31,14 @@ from zinf_compile.optim.record import State, all_records
 from zinf_compile.optim.states_to_come import states_to_come
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.unpartitioned import models_of
 
 from .accumulated_gradients import add_gradients
 from .background import saving_together
 from .fit import named_optimizers
-from .gathered import plain, state_names
+from .gathered import state_names
 from .local_buffers import add_any_buffers
 from .manifest import as_json, saves_in
 from .notices import notify

@@ -18,11 +18,12 @@ from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.units.shard_values import BackedShard, DeviceShard, pieces_of
 from zinf_compile.runtime.units.steps_taken import forget_steps
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .dcp_tensor import DcpTensor, ShardRange
 from .fit import named_optimizers
-from .gathered import partitioned_parameters, plain, state_names
+from .gathered import partitioned_parameters, state_names
 from .plain_values import decode, encode
 from .rectangles import Rectangle
 from .shard_parts import ShardPart, shard_parts, stretches_of

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zinf_compile.errors import CheckpointError
 from zinf_compile.optim.split_states import split_units
 from zinf_compile.optim.state_pieces import Key
+from zinf_compile.sharded.arguments import check_optimizer
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .checkpoint_files import CheckpointFiles
@@ -66,12 +67,6 @@ class Fitting:
             split = split_units(each.optimizer)
             found += [key for (p, _), key in each.large.items() if not isinstance(p, ShardedParameter) and p not in split]
         return found
-
-
-def check_optimizer(given: object) -> None:
-    """Raise `TypeError` for what is no optimizer, nor a wrapper around one."""
-    if not hasattr(given, "param_groups"):
-        raise TypeError(f"a {type(given).__name__} is given as an optimizer; accepted: an Optimizer of torch.optim, or several")
 
 
 def named_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[tuple[str, Optimizer]]:

@@ -17,6 +17,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps, forget_steps
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_on_first, gather_whole, scatter_whole
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.held_values import in_use
 from zinf_compile.sharded.parameter import ShardedParameter, fill, hollow_out, unit_of
 
@@ -122,14 +123,6 @@ NOT_GIVEN = (
     "none was given, and nothing is partitioned yet: then each rank needs one. Call the compiled model once on all ranks, under "
     "torch.no_grad(), and rank 0's is enough"
 )
-
-
-def plain(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile(model)` wraps, whose names are the user's; raise `TypeError` for what is no model."""
-    inner = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, nn.Module):
-        raise TypeError(f"a {type(inner).__name__} is given as the model; accepted: an nn.Module, as it is or compiled")
-    return inner
 
 
 def partitioned_parameters(model: nn.Module) -> dict[str, ShardedParameter]:

@@ -23,6 +23,7 @@ from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.units.shard_values import ParameterShard
 from zinf_compile.runtime.units.steps_taken import forget_steps
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
@@ -32,7 +33,7 @@ from .checkpoint_files import CheckpointFiles
 from .companions import companion_filled, companion_to_fill
 from .fill_shards import ShardToFill, fill_shards, read_ahead
 from .fit import Fitting, SavedOptimizer, fit, named_optimizers
-from .gathered import agree_on_units, partitioned_parameters, plain, state_names
+from .gathered import agree_on_units, partitioned_parameters, state_names
 from .intake import DType, Rename
 from .local_buffers import load_local_buffers, local_buffers_of
 from .open_files import find_checkpoint, open_files

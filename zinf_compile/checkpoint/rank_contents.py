@@ -26,11 +26,12 @@ from zinf_compile.optim.step_saves import Groups
 from zinf_compile.optim.watched_states import StatesWatch
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
 from .companions import companion_pieces
-from .gathered import plain, state_names
+from .gathered import state_names
 from .plain_values import encode
 from .rectangles import Rectangle
 from .saved_pieces import Place, SavedPiece, memory_pieces, unit_pieces

@@ -17,11 +17,12 @@ from zinf_compile.ir.formats import as_plain, format_of
 from zinf_compile.optim.record import State, all_records
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
+from zinf_compile.sharded.arguments import plain
 
 from .accumulated_gradients import add_gradients
 from .background import BackgroundSave, PartMissingError, saving_together, wait_for_save
 from .fit import named_optimizers
-from .gathered import agree_on_units, partitioned_parameters, plain, state_names
+from .gathered import agree_on_units, partitioned_parameters, state_names
 from .local_buffers import add_local_buffers
 from .manifest import MANIFEST, rank_manifest, write_json
 from .random_states import add_random_states, number_of_ranks, uses_numpy

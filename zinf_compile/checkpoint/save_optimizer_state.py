@@ -21,10 +21,10 @@ from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.arguments import check_optimizer
 from zinf_compile.sharded.host_shortage import host_shortage
 from zinf_compile.sharded.parameter import unit_of
 
-from .fit import check_optimizer
 from .gathered import gathered_on_first
 
 

@@ -15,10 +15,11 @@ from torch import nn
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.runtime.comm.ranks import Ranks
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .folder_update import FolderUpdate
-from .gathered import agree_on_units, on_first_rank, partitioned_parameters, plain, state_names
+from .gathered import agree_on_units, on_first_rank, partitioned_parameters, state_names
 from .safetensors_index import INDEX, SINGLE
 from .safetensors_writer import new_file, save_file, write_all
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile.checkpoint.gathered import load_full_state_dict, partitioned_parameters, plain, state_names
+from zinf_compile.checkpoint.gathered import load_full_state_dict, partitioned_parameters, state_names
 from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict
 from zinf_compile.checkpoint.safetensors_index import INDEX
 from zinf_compile.checkpoint.safetensors_reader import TensorFiles
@@ -23,6 +23,7 @@ from zinf_compile.errors import CheckpointError
 from zinf_compile.optim.state_dict_hooks import drive_bytes
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.context import Context
+from zinf_compile.sharded.arguments import plain
 
 from .states_beside import NamedStates, failing_together, load_beside, named_by, remove_others, save_beside, write_file
 

@@ -11,9 +11,10 @@ import torch
 import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from zinf_compile.checkpoint.gathered import full_state_dict, gathered, plain
+from zinf_compile.checkpoint.gathered import full_state_dict, gathered
 from zinf_compile.checkpoint.save_optimizer_state import units_of
 from zinf_compile.checkpoint.save_safetensors import save_safetensors
+from zinf_compile.sharded.arguments import plain
 
 from .accelerator import adopt_accelerator
 from .files import (

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from zinf_compile._torch import no_torch_function, swap_contents
-from zinf_compile.checkpoint.gathered import plain
 from zinf_compile.checkpoint.intake import DType, Rename
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
@@ -27,6 +26,7 @@ from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.allowed_homes import farthest_homes
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eager_gradients import stop_reducing
 from zinf_compile.sharded.eligibility import reject_unsupported

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile.checkpoint.gathered import plain
 from zinf_compile.checkpoint.intake import DType, Rename
 from zinf_compile.checkpoint.load import load as load_checkpoint
 from zinf_compile.runtime.system.accelerator import numbered
+from zinf_compile.sharded.arguments import plain
 
 from .onto_meta import OntoMeta, is_on_meta
 

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from zinf_compile._torch import backends_of
-from zinf_compile.checkpoint.gathered import plain, state_names
+from zinf_compile.checkpoint.gathered import state_names
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.context import context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
+from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.budget_checks import capped
 
 from .from_meta import collect, initialized, random_numbers_of_rank_0, steps_before

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.sharded.arguments import check_optimizer
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .record import record_of
@@ -23,6 +24,7 @@ def keep_precision(optimizer: Optimizer) -> None:
     PyTorch rounds every state to its parameter's type: with bf16 parameters and `master="float32"` the precision of moments and
     master copies would be lost. The first step of an optimizer enables this by itself; call it to load before that.
     """
+    check_optimizer(optimizer)
     record = record_of(optimizer)
     if not record.keeps_precision:
         record.keeps_precision = True

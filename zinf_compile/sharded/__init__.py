@@ -2,6 +2,7 @@
 them.
 
 allowed_homes — The tiers on which states may live, from the words and budgets of the options.
+arguments — What user code gives as a model and as an optimizer.
 budget — Check of a captured graph against the caps, and the bytes that its transfers may hold ahead of their use.
 budget_checks — Checks against the caps outside of graphs: of shards before they are made, of states, of second gradients.
 call_names — Names of calls as the user writes them, from the function or operator that PyTorch hands to an override.

@@ -31,6 +31,11 @@ CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         lambda model, optimizer: zinf_compile.load_full_optimizer_state_dict(model, {}),
         "a Linear is given as an optimizer",
     ),
+    "stats of an optimizer": (lambda model, optimizer: zinf_compile.stats(optimizer), "a SGD is given as the model"),
+    "memory": (lambda model, optimizer: zinf_compile.memory(None), "a NoneType is given as the model"),
+    "timeline": (lambda model, optimizer: zinf_compile.timeline(optimizer), "a SGD is given as the model"),
+    "report_steps": (lambda model, optimizer: zinf_compile.report_steps(optimizer), "a SGD is given as the model"),
+    "precision of a model": (lambda model, optimizer: zinf_compile.keep_precision(model), "a Linear is given as an optimizer"),
 }
 
 
