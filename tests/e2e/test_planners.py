@@ -93,6 +93,14 @@ def test_a_plan_that_is_late_is_refused_before_anything_runs() -> None:
         swaps_of(lambda problem: None)
 
 
+def test_what_a_planner_raises_is_named_as_its_own() -> None:
+    def wrong(problem: StepProblem) -> Plan:
+        return problem.plans["best"]  # type: ignore[attr-defined,no-any-return]
+
+    with pytest.raises(PlanError, match=r"planner '[^']*wrong' raised AttributeError: .* 'plans' \(.*test_planners.py:\d+\)"):
+        swaps_of(wrong)
+
+
 def test_a_plan_made_for_another_model_is_refused_by_what_differs() -> None:
     """From its file: nothing happened to the model, which trains without it. A few differences are named, the others counted."""
     kept: list[str] = []
@@ -106,7 +114,8 @@ def test_a_plan_made_for_another_model_is_refused_by_what_differs() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(9)))
     options = {**OPTIONS, "planner": lambda problem: Plan.from_json(kept[0])}
     call = torch.compile(model, backend="zero_infinity", options=options)
-    with pytest.raises(PlanError, match=r"parameter '[^']*' has no home; .*; and \d+ more.* made for another model") as refused:
+    wrong = r"parameter '[^']*' has no home in Homes.params; .*; and \d+ more.* made for another model"
+    with pytest.raises(PlanError, match=wrong) as refused:
         call(torch.ones(2, 9))
     assert len(str(refused.value)) < 1000
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
 from torch import fx
 
 from zinf_compile._torch import outside_tracing
 from zinf_compile.config import Config
-from zinf_compile.errors import PlanError
+from zinf_compile.errors import PlanError, ZinfError
 from zinf_compile.ir.placements import KINDS, Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier, Topology
@@ -133,11 +135,23 @@ class GraphPlanner:
         """Return the planner's plan for a problem."""
         planner = PLANNERS[self._given] if isinstance(self._given, str) else self._given
         assert planner is not None, "there is a planner"
-        with rare_collections():
+        with rare_collections(), self._named_in_errors():
             plan = planner(problem)
         if not isinstance(plan, Plan):
             raise PlanError(f"planner {self._name!r} returned a {type(plan).__name__}; accepted: a Plan")
         return plan
+
+    @contextlib.contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        """Say of a user's planner that it is what raised, and where: Dynamo drops causes and their frames."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(self._given, str) or isinstance(error, ZinfError):
+                raise
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}:{last.lineno}"
+            raise PlanError(f"planner {self._name!r} raised {type(error).__name__}: {error} ({where})") from error
 
     def _plan_of_all(self, ranks: Ranks, problem: StepProblem, key: Hashable) -> tuple[StepProblem, Plan]:
         """Return the plan of all ranks, and the problem that it is for: rank 0's, with the least room of all."""

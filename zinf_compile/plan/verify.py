@@ -51,12 +51,12 @@ def verify(problem: StepProblem, plan: Plan) -> list[str]:
 def _names(problem: StepProblem, plan: Plan) -> list[str]:
     homes, allowed, wrong = plan.local.homes, problem.allowed, []
     trained = {unit.name for unit in problem.units if unit.trained}
-    for what, table, names, tiers in (
-        ("parameter", homes.params, problem.unit.keys(), allowed.params),
-        ("gradient", homes.grads, trained, allowed.grads),
-        ("states", homes.states, problem.piece.keys(), allowed.states),
+    for what, field, table, names, tiers in (
+        ("parameter", "params", homes.params, problem.unit.keys(), allowed.params),
+        ("gradient", "grads", homes.grads, trained, allowed.grads),
+        ("states", "states", homes.states, problem.piece.keys(), allowed.states),
     ):
-        wrong += [f"{what} {name!r} has no home" for name in sorted(names - table.keys())]
+        wrong += [f"{what} {name!r} has no home in Homes.{field}" for name in sorted(names - table.keys())]
         wrong += [f"{what} {name!r} has a home, but the problem has no such thing" for name in sorted(table.keys() - names)]
         for name, tier in table.items():
             if tier not in problem.tiers:
