@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .save_folder import is_locked_here, sync_folder
+from .save_folder import is_locked_here, make_folder, sync_folder
 
 _STAGING_NAME = re.compile(r"\.model-[0-9a-f]{16}\.partial")
 _LOCK_TIMEOUT_S = 60.0
@@ -51,9 +51,7 @@ class FolderUpdate:
     def begin(self) -> None:
         """Make the folder if it is missing, remove staging folders of dead processes, and make one. Raises `OSError`."""
         with self._explained():
-            if not self.folder.is_dir():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                sync_folder(self.folder.parent)
+            make_folder(self.folder)
             with _locked(self.folder) as locked:
                 if locked:
                     self._remove_dead_staging()

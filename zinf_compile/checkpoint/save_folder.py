@@ -105,10 +105,7 @@ class SaveFolder:
 
         Raises `CheckpointError` where another job saves there, `OSError` with errno and path.
         """
-        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in missing:
-            sync_folder(path.parent)
+        make_folder(self.folder)
         found = self.folder.stat()
         key = found.st_dev, found.st_ino
         lock = _locks.pop(key) if key in _locks else _Lock(self.folder, self._advice)
@@ -172,6 +169,17 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing. Raises `OSError`; where a file has its name, one that says so."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise FileExistsError(errno.EEXIST, "a file has this name; accepted: a folder", os.fspath(folder)) from error
+    for path in missing:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -53,3 +53,13 @@ def test_optimizers_come_from_any_iterable() -> None:
     one, two = (torch.optim.SGD(nn.Linear(2, 2).parameters()) for _ in range(2))
     assert named_optimizers({"a": one, "b": two}.values()) == [("optimizer.0", one), ("optimizer.1", two)]  # type: ignore[arg-type]
     assert named_optimizers(one) == [("optimizer", one)]
+
+
+@pytest.mark.parametrize("save", [zinf_compile.save_safetensors, lambda model, folder: zinf_compile.save(folder, model)])
+def test_a_file_in_the_place_of_a_folder_is_named(save: Callable[[nn.Module, Path], object], tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"a file has this name; accepted: a folder.*model\.safetensors"):
+        save(nn.Linear(2, 2), file)
+    assert file.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [file]
