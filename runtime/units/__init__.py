@@ -8,6 +8,8 @@ gather_rows — Lookups in a tiled parameter: its rows, from the ranks and tiers
 nvme_gradient_pool — Space on drives for gradients, reserved for a row of units at a time.
 nvme_shards — Shards of a row of units on drives, each in pieces.
 offloaded_gradient — Gradients that live off their device, and changes of them that are made when they are next read.
+own_shards — A mark beside one rank's states, for savers that take what has the same name on all ranks for copies of one
+    value.
 pending_updates — Updates of shards that a deferred step makes beside the next forward.
 placed — What a unit's placement says of its gradient, and of full copies of it.
 recut — Units that no graph has used yet, cut into other tiles.

@@ -18,6 +18,7 @@ from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.transfer.move import Location, crosses, move, on_host, route_of
 
 from .backing import NvmeBacking, ShardBacking
+from .own_shards import OWN, OwnShards
 from .placed import Placed
 from .saving import ShardsSave
 from .shard_layout import DenseLayout, cut_spans
@@ -248,6 +249,7 @@ class Unit(DenseLayout, Placed, Updatable):
             "tile": self.placement.tile,
             "order": tuple(sorted(dims, key=lambda dim: -self.stride[dim])),
             "elements": tuple(self.held),
+            OWN: OwnShards.of(self.shard_group.rank),
         }
 
     def whole(self) -> torch.Tensor:

@@ -57,3 +57,7 @@ def test_a_load_that_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "place"), [(1, "tiles"), (2, "memory")])
 def test_parameters_without_states(ranks: int, place: str, tmp_path: Path) -> None:
     run_ranks(rank_dcp.half_used, ranks, str(tmp_path), placed(place, tmp_path))
+
+
+def test_one_ranks_own_states_are_refused(tmp_path: Path) -> None:
+    run_ranks(rank_dcp.own_states, 2, str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 from rank_checkpoint import build, full, train
 from rank_load import placed
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from training import BACKEND
 
 import zinf_compile
@@ -151,3 +154,28 @@ def half_used(rank: int, size: int, folder: str, options: dict[str, Any]) -> Non
         dcp.load(zinf_compile.dcp_state_dict(model, optimizer), checkpoint_id=f"{folder}/{number}")
         assert [step(compiled, optimizer) for _ in losses[number:]] == losses[number:]
         assert not optimizer.state.get(model.unused.weight)
+
+
+def own_states(rank: int, size: int, folder: str) -> None:
+    """Give an optimizer's own `state_dict()` to `dcp.save`, before and after it went through a file; then through lists."""
+    torch.compiler.reset()
+    compiled, model, optimizer = build({})
+    train(compiled, optimizer, range(2))
+    before = full(model, optimizer)
+    for name in ("first", "second"):
+        with pytest.raises(CheckpointException, match=r"state_dict\(\) has one rank's own shards, which torch\.distributed"):
+            dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/{name}")
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        optimizer.load_state_dict(torch.load(file))
+        with pytest.raises(CheckpointException):  # of PyTorch's: until the next step the mark is what the file has of it
+            dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/{name}")
+        train(compiled, optimizer, range(2, 3))
+    state = get_optimizer_state_dict(model, optimizer)
+    for entry in state["state"].values():  # as it does with full_state_dict
+        layout = entry["zinf_layout"]
+        entry["zinf_layout"] = {**layout, "order": list(layout["order"]), "elements": list(map(list, layout["elements"]))}
+    set_optimizer_state_dict(model, optimizer, state)
+    train(compiled, optimizer, range(3, 4))
+    assert len(full(model, optimizer)) == len(before)

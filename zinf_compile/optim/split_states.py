@@ -19,7 +19,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .elementwise_probe import is_elementwise
 from .shard_state import shard_state
 from .state_entry import in_memory, states_of
-from .state_layout import LAYOUT, noted, without_note
+from .state_layout import LAYOUT, is_own, noted, without_note
 
 
 def split_units(optimizer: Optimizer) -> dict[torch.nn.Parameter, WholeUnit]:
@@ -109,7 +109,7 @@ def join_states(optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -
             continue
         home = parameter._zinf_unit
         unit = WholeUnit(parameter, home.name, home.context)
-        if state[LAYOUT] != unit.layout:
+        if not is_own(state[LAYOUT], unit):
             continue  # of another rank or world size: `check_layouts` raises
         home.context.ranks.agree([f"states of {unit.name} become those of a partitioned parameter"], what="a step")
         joined = {}

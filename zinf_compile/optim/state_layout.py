@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.runtime.units.own_shards import OWN
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole_unit import whole_unit_of
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -44,8 +45,11 @@ def without_note(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != LAYOUT}
 
 
-def check_layouts(optimizer: Optimizer, states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> None:
-    """Raise `UnsupportedOptimizerError` for states of other elements than this rank's shard, even of the same count."""
+def check_layouts(optimizer: Optimizer, states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]], *, renew: bool = False) -> None:
+    """Raise `UnsupportedOptimizerError` for states of other elements than this rank's shard, even of the same count.
+
+    `renew`: put this rank's own note in the place of an equal one that was loaded.
+    """
     for parameter, given in states:
         unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else whole_unit_of(parameter)
         if unit is None:
@@ -56,7 +60,7 @@ def check_layouts(optimizer: Optimizer, states: Iterable[tuple[torch.Tensor, Map
             _warn_of_unknown(optimizer, state, unit)
             continue
         own = unit.layout
-        if any(found[key] != own[key] for key in ("order", "elements")):
+        if any(_tuples(found[key]) != own[key] for key in ("order", "elements")):
             raise UnsupportedOptimizerError(
                 f"states of {type(optimizer).__name__} for parameter {unit.name}, shape {list(unit.shape)}, are of other "
                 f"elements than this rank has. Found: those of {_text(found)}. Accepted: those of {_text(own)}, or whole ones, "
@@ -64,6 +68,18 @@ def check_layouts(optimizer: Optimizer, states: Iterable[tuple[torch.Tensor, Map
                 f"{_way(found)}, and give each rank what it saved itself; or there and then save whole ones, by "
                 "zinf_compile.full_optimizer_state_dict, which load under any tile and on any number of ranks"
             )
+        if renew and found is not own and isinstance(state, dict):
+            state[LAYOUT] = own
+
+
+def is_own(layout: Mapping[str, Any], unit: Unit) -> bool:
+    """Say whether a layout is that of the unit's shard on this rank."""
+    return all(key in layout and _tuples(layout[key]) == kept for key, kept in unit.layout.items() if key != OWN)
+
+
+def _tuples(value: Any) -> Any:
+    """Return numbers with lists, which some savers make of tuples, as tuples again."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _text(layout: Mapping[str, Any]) -> str:

@@ -126,7 +126,7 @@ def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[Offload
         warn_of_local_gradients(optimizer, hollow[0])
     join_states(optimizer, hollow)
     split = split_units(optimizer)
-    check_layouts(optimizer, [(p, optimizer.state[p]) for p in (*hollow, *split) if p in optimizer.state])
+    check_layouts(optimizer, [(p, optimizer.state[p]) for p in (*hollow, *split) if p in optimizer.state], renew=True)
     warn_of_short_updates(optimizer, hollow)
     with explaining_progress(optimizer):
         return offloaded_states(optimizer, hollow)
