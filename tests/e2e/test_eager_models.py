@@ -83,6 +83,19 @@ def test_other_models_are_left_alone() -> None:
         _step(other, torch.compile(other, backend="eager"))
 
 
+def test_trials_of_optimizers_are_no_searches() -> None:
+    for _ in range(12):
+        model = Mlp()
+        model.compile(backend="zero_infinity", options={"compute": "fx"})
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(*vectors(0)).backward()
+        optimizer.step()
+    eager = Looped()
+    eager.compile(backend="zero_infinity", options={"compute": "fx"})
+    with pytest.warns(UserWarning, match="has compiled nothing of Looped"):
+        _step(eager, eager)
+
+
 def test_a_step_in_whose_closure_the_gradients_are_made_warns() -> None:
     model = Looped()
     model.compile(backend="zero_infinity", options={"compute": "fx"})

@@ -12,6 +12,10 @@ from zinf_compile.optim.eager_models import watch_steps
 def step(rank: int, world: int) -> str:
     """Step a model of which nothing is compiled; return the error."""
     watch_steps()  # as at the start of a process
+    for _ in range(40):  # other optimizers before it
+        other = torch.nn.Linear(2, 2)
+        other(torch.ones(2)).sum().backward()
+        torch.optim.SGD(other.parameters()).step()
     model = Looped()
     model.compile(backend="zero_infinity", options={"compute": "fx"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -23,18 +23,25 @@ from .record import record_of
 
 _CHECKED = "compiled"
 _MOST_SEARCHES = 32
-"""Searches of the process's modules, each of which looks at every object: meta-learning makes an optimizer for each task."""
+"""Searches of the process's modules, each of which looks at every object: meta-learning makes an optimizer for each task. On
+several ranks there is no such limit, for they would train apart in silence."""
 
 _CALLER = 7
 """Frames from the warning to the call of `step()`: two of this module, two of hooks, and PyTorch's around these."""
 
 _searches_left = [0]
-"""0 until `torch.compile` has asked for the backend."""
+_asked = [False]
+"""Whether `torch.compile` has asked for the backend."""
 
 
 def watch_steps() -> None:
     """Check the first step of each optimizer from now on: `torch.compile` has asked for the backend by its name."""
-    _searches_left[0] = _MOST_SEARCHES
+    _searches_left[0], _asked[0] = _MOST_SEARCHES, True
+
+
+def leave_unchecked(optimizer: Optimizer) -> None:
+    """Check no step of this optimizer, which trains no model."""
+    record_of(optimizer).warned.add(_CHECKED)
 
 
 def check_compiled(optimizer: Optimizer) -> None:
@@ -43,7 +50,7 @@ def check_compiled(optimizer: Optimizer) -> None:
     Raises `UnsupportedModelError` on several ranks, for they would train apart; else warns. A step at a rate of 0 is not the
     first: `torch.distributed.checkpoint` takes such a one to make states.
     """
-    if not _searches_left[0] or _CHECKED in record_of(optimizer).warned:
+    if not (_searches_left[0] or (_asked[0] and _ranks() > 1)) or _CHECKED in record_of(optimizer).warned:
         return
     groups = optimizer.param_groups
     trained = {p for p in itertools.chain.from_iterable(group["params"] for group in groups) if p.grad is not None}
@@ -54,8 +61,12 @@ def check_compiled(optimizer: Optimizer) -> None:
             for module in model.modules():
                 if any(name == "zero_infinity" for name, _ in own_backends(module)):
                     _check_module(module, trained, type(optimizer).__name__)
-        _searches_left[0] -= 1
+        _searches_left[0] = max(0, _searches_left[0] - 1)
     record_of(optimizer).warned.add(_CHECKED)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _is_known(parameter: torch.Tensor) -> bool:

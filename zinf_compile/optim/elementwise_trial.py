@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from zinf_compile._torch import tree_leaves
 
+from .eager_models import leave_unchecked
+
 _HIDDEN = (
     "param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "step", "grad_scale", "found_inf",
 )  # fmt: skip
@@ -54,6 +56,7 @@ class Trial:
         trial.param_groups = [{**copy.deepcopy(_plain(settings)), "params": [self._parameter]}]
         trial.state = collections.defaultdict(_Watched)
         self._trial = trial
+        leave_unchecked(trial)
         self._take_constructors_states(optimizer)
         self._before: dict[tuple[str, str], float] = {}
 
