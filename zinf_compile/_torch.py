@@ -9,6 +9,7 @@ import contextlib
 import functools
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -91,6 +92,7 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.st
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Close a process group that this process made, unless `destroy_process_group` closed it before."""
     if dist.is_initialized() and group in distributed_c10d._world.pg_map:
+        _note_names()
         dist.destroy_process_group(group)
 
 
@@ -252,16 +254,28 @@ def outside_tracing() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+_names: list[Any] = [None, 0]
+"""The default process group, and the most groups that there were at a time since it was made."""
+
+
+def _note_names() -> int:
+    """Note how many process groups there are; return the most that there were."""
+    whole = dist.group.WORLD
+    most = _names[1] if _names[0] is not None and _names[0]() is whole else 0
+    _names[:] = [weakref.ref(whole), max(most, len(distributed_c10d._world.pg_names))]
+    return int(_names[1])
+
+
 def level_group_names(group: torch.distributed.ProcessGroup) -> None:
     """Make the number of process groups equal on all members of a group, by adding groups of one rank.
 
     `new_group(use_local_synchronization=True)` names a group by that number: members with different numbers would never
-    rendezvous. There is no public way to name a group.
+    rendezvous, and a number that was before `destroy_group` finds the addresses of the group that had it. There is no public way
+    to name a group.
     """
-    count = len(distributed_c10d._world.pg_names)
     counts: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(counts, count, group=group)
-    for _ in range(max(counts) - count):
+    torch.distributed.all_gather_object(counts, _note_names(), group=group)
+    for _ in range(max(counts) - len(distributed_c10d._world.pg_names)):
         torch.distributed.new_group([torch.distributed.get_rank()], backend="gloo", use_local_synchronization=True)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rank_pool import die_on, disturb, fail_on, look_around, losses, process_id, reset_alone, sleep, start_anew
+from rank_pool import die_on, disturb, fail_on, look_around, losses, process_id, reset_alone, sleep, some_start_anew, start_anew
 from ranks import Pool, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -79,3 +79,10 @@ def test_a_rank_that_lets_go_alone_hangs_nobody() -> None:
     nothing, said = run_ranks(reset_alone, 2)
     assert nothing == ""
     assert "rank 1 of 2 got no answer from another rank while saving the model" in said
+
+
+def test_some_ranks_start_anew_in_the_same_group() -> None:
+    first, second, third = run_ranks(some_start_anew, 3)
+    assert len(first) == 3
+    assert first == [first[0]] * 3
+    assert (second, third) == (first, [])

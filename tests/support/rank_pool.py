@@ -122,3 +122,15 @@ def reset_alone(rank: int, size: int) -> str:
     dist.barrier()
     train({"compute": "fx"})
     return said
+
+
+def some_start_anew(rank: int, size: int) -> list[list[float]]:
+    """Ranks 0 and 1 of more let go and train again, several times, in the same group."""
+    group = dist.new_group([0, 1])
+    found = []
+    for _ in range(3 if rank < 2 else 0):
+        found.append(train({"compute": "fx", "timeout_s": 10, "process_group": group})[2])
+        dist.barrier(group)
+        zinf_compile.reset()
+    dist.barrier()
+    return found
