@@ -181,3 +181,45 @@ def test_rounded_states_are_named() -> None:
     second.load_state_dict(first.state_dict())
     with pytest.warns(UserWarning, match=r"states exp_avg, exp_avg_sq, master of this AdamW .*keep_precision\(optimizer\)"):
         second.step()
+
+
+@pytest.mark.filterwarnings("ignore:all . parameters are torch.bfloat16")
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("kind", ["device", "nvme"])
+def test_states_are_rounded_where_no_master_copies_are_kept(early: bool, kind: str, tmp_path: Path) -> None:
+    """Loaded from a checkpoint that has some; as PyTorch's `load_state_dict` rounds them, before partitioning as after it."""
+
+    def made(options: dict[str, Any]) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+        model = build()
+        call = torch.compile(model, backend=BACKEND, options=options)
+        return model, call, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(call: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        loss_of(call(*tokens(number))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    its_model, its_call, its = made(OPTIONS)
+    for number in range(2):
+        step(its_call, its, number)
+    zinf_compile.save(tmp_path / "saved", its_model, its, wait=True)
+    model, call, optimizer = made(
+        {**OPTIONS, "master": None, **({"optimizer": "nvme", "nvme": str(tmp_path)} if kind == "nvme" else {})}
+    )
+    if not early:
+        step(call, optimizer, 5)
+    zinf_compile.load(tmp_path / "saved", model, optimizer)
+    plain = build()
+    plain.load_state_dict(its_model.state_dict())
+    eager = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    given = its.state_dict()
+    given["state"] = {key: {n: v for n, v in state.items() if n != "master"} for key, state in given["state"].items()}
+    eager.load_state_dict(given)
+    for number in range(2, 4):
+        step(call, optimizer, number)
+        step(torch.compile(plain, backend="aot_eager"), eager, number)
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    found = optimizer.state_dict()["state"]
+    assert all("master" not in state for state in found.values())
+    for key, state in eager.state_dict()["state"].items():
+        torch.testing.assert_close({n: found[key][n] for n in state}, state, rtol=0, atol=0)

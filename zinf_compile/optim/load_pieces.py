@@ -22,6 +22,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import MASTER, part_of
 from .deferred_step import finish_deferred
+from .elementwise_probe import states_kept
 from .offloaded_states import OffloadedStates
 from .precision import SHORT
 from .record import record_of, take_last_step
@@ -110,7 +111,8 @@ def load_states(
     split = split_units(optimizer)
     for parameter, by_name in in_memory.items():
         unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)  # type: ignore[call-overload]
-        kept = {n: _load_in_memory(parameter, unit, each, large[parameter, n], readings) for n, each in by_name.items()}
+        types = large if unit is None else _types_without_master(optimizer, parameter, by_name, large)
+        kept = {n: _load_in_memory(parameter, unit, each, types[parameter, n], readings) for n, each in by_name.items()}
         moved = {n: like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
         optimizer.state[parameter] = noted({**moved, **kept}, unit) if unit is not None else {**moved, **kept}
     account_states(optimizer)
@@ -187,6 +189,17 @@ def _load_chunks(
             entry.memory = {n: like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
             entry.stored = stored.get(id(parameter), set())
             note(entry.memory, parameter._zinf_unit)
+
+
+def _types_without_master(
+    optimizer: Optimizer, parameter: torch.Tensor, names: Iterable[str], large: Mapping[Key, torch.dtype]
+) -> Mapping[Key, torch.dtype]:
+    """Return the types of a parameter's states: those kept without a master copy, where one was saved and none is kept."""
+    if (parameter, MASTER) not in large or MASTER in names:
+        return large
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    types = states_kept(optimizer, group, parameter.dtype)
+    return {(parameter, name): types.get(name, large[parameter, name]) for name in names}
 
 
 def _load_in_memory(

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from zinf_compile.sharded.arguments import check_optimizer
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .chunks import MASTER
+from .elementwise_probe import states_kept
 from .record import record_of
 
 SHORT = (torch.bfloat16, torch.float16)
@@ -30,6 +32,22 @@ def keep_precision(optimizer: Optimizer) -> None:
         record.keeps_precision = True
         optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_after_load)
+
+
+def drop_masters(optimizer: Optimizer) -> None:
+    """Round states that were loaded with master copies to the types that are kept without, where a placement has none.
+
+    They were loaded before their parameter was partitioned, when that was not known yet.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if isinstance(parameter, ShardedParameter) and type(state) is dict and MASTER in state:
+                unit = parameter._zinf_unit
+                if unit.placement.master_of(unit.dtype) is None:
+                    types = states_kept(optimizer, group, unit.dtype)
+                    kept = {name: value for name, value in state.items() if name != MASTER}
+                    optimizer.state[parameter] = {n: v.to(types[n]) if n in types else v for n, v in kept.items()}
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

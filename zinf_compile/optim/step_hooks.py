@@ -26,7 +26,7 @@ from .deferred_step import finish_deferred
 from .eager_models import check_compiled
 from .elementwise_probe import check_elementwise
 from .offloaded_states import OffloadedStates
-from .precision import warn_of_short_updates
+from .precision import drop_masters, warn_of_short_updates
 from .record import State, record_of, set_last_step
 from .repeated_step import begin_repeated, keep_last_step
 from .running_step import RunningStep, end_step, make_running_step
@@ -125,6 +125,7 @@ def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[Offload
         check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
         warn_of_local_gradients(optimizer, hollow[0])
     join_states(optimizer, hollow)
+    drop_masters(optimizer)
     split = split_units(optimizer)
     check_layouts(optimizer, [(p, optimizer.state[p]) for p in (*hollow, *split) if p in optimizer.state], renew=True)
     warn_of_short_updates(optimizer, hollow)
