@@ -235,6 +235,7 @@ def test_no_weight_is_allocated(gpt2_small: Dumped) -> None:
     [
         ("gpt2-smal", "accepted: MODULE:FUNCTION, or one of mlp, gpt2-small"),
         ("no_such_module:f", "can't import 'no_such_module'"),
+        ("./dump_targets.py:mlp", r"'\./dump_targets\.py' is no module's name; accepted: as in package\.module:function"),
         ("dump_targets:nothing", "module 'dump_targets' has no 'nothing'"),
         ("dump_targets:NOT_A_FUNCTION", "is a int; accepted: a function"),
     ],
@@ -242,6 +243,11 @@ def test_no_weight_is_allocated(gpt2_small: Dumped) -> None:
 def test_unknown_targets_are_named(spec: str, message: str) -> None:
     with pytest.raises(DumpError, match=message):
         load_target(spec)
+
+
+def test_a_model_of_which_nothing_is_compiled_is_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", "dump_targets:nothing_to_compile"]) == 2
+    assert "nothing of the model was compiled. Dynamo left its forward to eager code" in capsys.readouterr().err
 
 
 def test_bad_requests_are_named() -> None:

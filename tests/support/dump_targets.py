@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from capturing import capturing_backend
+from recurrent import Looped, batch
 from torch import nn
 
 from zinf_compile.cli.models import GPT
@@ -20,6 +21,11 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
     """Return a model each of whose parameters is gathered once in the forward and once in the backward."""
     model = nn.Sequential(nn.Linear(24, 48, bias=False), nn.ReLU(), nn.Linear(48, 12, bias=False))
     return model, torch.zeros(5, 24, requires_grad=True)
+
+
+def nothing_to_compile() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model whose forward Dynamo leaves to eager code."""
+    return Looped(), batch(0, 0)
 
 
 def cast() -> tuple[nn.Module, torch.Tensor]:

@@ -61,6 +61,11 @@ def dump(options: argparse.Namespace) -> str:
     given, around = _json(options.options), options.after or options.diff
     target = load_target(options.target)
     found = trace(target, options=given, world_size=options.world, device=options.device, after=around)
+    if not found:
+        raise DumpError(
+            f"target {options.target!r}: nothing of the model was compiled. Dynamo left its forward to eager code, or it has no "
+            "parameters; TORCH_LOGS=graph_breaks names the places"
+        )
     if options.machine is not None:
         time_transfers(found, options.machine, world=options.world)
     if options.hash:

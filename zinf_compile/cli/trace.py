@@ -99,6 +99,12 @@ def load_target(spec: str) -> Target:
         target = getattr(importlib.import_module(module_name), function_name)
     except ImportError as error:
         raise DumpError(f"target {spec!r}: can't import {module_name!r} ({error})") from error
+    except TypeError as error:
+        if not module_name.startswith("."):
+            raise  # the module's own
+        raise DumpError(
+            f"target {spec!r}: {module_name!r} is no module's name; accepted: as in package.module:function"
+        ) from error
     except AttributeError as error:
         raise DumpError(f"target {spec!r}: module {module_name!r} has no {function_name!r}") from error
     if not callable(target):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import numpy as np
@@ -110,7 +111,7 @@ class Programme:
     def add_limits(self) -> None:
         problem = self.problem
         self.rows.add({**self.again, **dict.fromkeys(self.pauses, -self.unit)}, 0.0)
-        if np.isfinite(room := problem.room(problem.device)):
+        if math.isfinite(room := problem.room(problem.device)):
             lasting: dict[int, float] = {}
             for interval, added in enumerate(self.lasting_room):
                 if added:
@@ -119,9 +120,9 @@ class Programme:
                     lasting = {here: self.amount}
                 self.rows.add({**self.used_room[interval], **lasting}, room - self.taken[interval])
         for tier, held in self.standing.items():
-            if np.isfinite(problem.room(tier)):
+            if math.isfinite(problem.room(tier)):
                 self.rows.add(dict(held), problem.room(tier))
-        if self.buffers and np.isfinite(problem.room(problem.host)):
+        if self.buffers and math.isfinite(problem.room(problem.host)):
             largest = self.variable()
             for buffer in self.buffers:
                 self.rows.add({**buffer, largest: -self.amount}, 0.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from plan_cases import training
 
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan.lower_bound import lower_bound
 from zinf_compile.plan.on_paper import compute_bound_at, least_budgets, written_bytes
 from zinf_compile.plan.perfetto import trace_events
 from zinf_compile.plan.planners import cached_prefetch, just_in_time
@@ -50,3 +53,20 @@ def test_each_span_is_an_event_and_each_tier_a_counter() -> None:
         f"bytes on {tier}" for tier in timeline.memory if timeline.memory[tier]
     }
     assert max(event["ts"] + event["dur"] for event in spans if event["tid"] == 1) > 0
+
+
+def test_no_event_has_a_negative_time() -> None:
+    """As of an update that began in the step before: Perfetto would drop it."""
+    timeline = simulate(problem := training(5, 3), cached_prefetch(problem))
+    early = dataclasses.replace(timeline.lanes["compute"][0], start=-0.5, end=-0.25)
+    shifted = dataclasses.replace(timeline, lanes={"earlier": (early,), **timeline.lanes})
+    before = [event["ts"] for event in trace_events(timeline) if "ts" in event]
+    after = [event["ts"] for event in trace_events(shifted) if "ts" in event]
+    assert min(before) >= 0
+    assert min(after) == after[0] == 0
+    assert [when - after[1] for when in after[1:]] == pytest.approx([when - before[0] for when in before])
+
+
+def test_room_beyond_what_numpy_counts() -> None:
+    problem = training(5, 3).with_budgets(device=2**80, host=2**80)
+    assert lower_bound(problem).seconds <= simulate(problem, cached_prefetch(problem)).seconds * (1 + 1e-9)
