@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+
+import torch
+from torch import nn
 
 from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES, UNFORESEEN, Sides
 from zinf_compile.ir.tiers import Tier
@@ -55,6 +58,13 @@ class Reservation:
     """Bytes that it would use beyond that: for transfers further ahead, and more chunks."""
     keepable: int = 0
     """Bytes of full units that it, and other graphs likewise, would keep gathered for backwards within a larger cap."""
+    parameters: tuple[weakref.ref[torch.Tensor], ...] = ()
+    """Those that it reads, if any."""
+
+    @property
+    def may_run(self) -> bool:
+        """Whether the graph can be called again: Dynamo may keep it when all of its parameters are gone."""
+        return not self.parameters or any(parameter() is not None for parameter in self.parameters)
 
 
 class Reservations:
@@ -99,38 +109,42 @@ class Reservations:
         self._made.discard(reservation)
 
     @property
+    def _counted(self) -> list[Reservation]:
+        return [made for made in self._made if made.may_run]
+
+    @property
     def passing(self) -> int:
         """The largest of all graphs, as one runs at a time."""
-        return max((reservation.passing for reservation in self._made), default=0)
+        return max((reservation.passing for reservation in self._counted), default=0)
 
     def passing_alone(self, counts: Callable[[Reservation], bool]) -> int:
         """Return the largest of some of them, without what others of them save meanwhile."""
-        return max((made.passing - made.saved_outside for made in self._made if counts(made)), default=0)
+        return max((made.passing - made.saved_outside for made in self._counted if counts(made)), default=0)
 
     @property
     def passing_backward(self) -> int:
         """The largest of graphs that may make gradients beside earlier ones."""
-        return max((reservation.passing for reservation in self._made if reservation.backward), default=0)
+        return max((reservation.passing for reservation in self._counted if reservation.backward), default=0)
 
     @property
     def compute(self) -> int:
         """The most activations and temporaries of any of them."""
-        return max((reservation.compute for reservation in self._made), default=0)
+        return max((reservation.compute for reservation in self._counted), default=0)
 
     @property
     def rounding(self) -> int:
         """What the allocator may add to gathers in all of them."""
-        return min((reservation.rounding for reservation in self._made if reservation.compute), default=0)
+        return min((reservation.rounding for reservation in self._counted if reservation.compute), default=0)
 
     @property
     def beside(self) -> int:
         """The most of the device that any of them has planned for all that isn't transient: states and gradients to come too."""
-        return max((made.works.device - made.least.device for made in self._made), default=0)
+        return max((made.works.device - made.least.device for made in self._counted), default=0)
 
     @property
     def passing_host(self) -> int:
         """The same, for host memory beside the device."""
-        return max((reservation.passing_host for reservation in self._made), default=0)
+        return max((reservation.passing_host for reservation in self._counted), default=0)
 
     def works(self, side: Tier, held: int, *, second: int = 0, unforeseen: bool = False) -> int:
         """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
@@ -147,23 +161,23 @@ class Reservations:
                 made.works[number],
                 made.wish[number] + (made.keepable if unforeseen and side == Tier.DEVICE else 0),
             )
-            for made in self._made
+            for made in self._counted
         ]
         return max((_within(least, planned, wish) for least, planned, wish in found), default=held + second)
 
     @property
     def keeps_more(self) -> bool:
         """Whether a graph would keep more full units gathered for its backward within a larger cap."""
-        return any(made.keepable for made in self._made)
+        return any(made.keepable for made in self._counted)
 
     def planned(self, side: Tier) -> int:
         """Return the smallest cap that graphs were planned with, steps and second gradients included."""
-        return max((reservation.works[_SIDES.index(side)] for reservation in self._made), default=0)
+        return max((reservation.works[_SIDES.index(side)] for reservation in self._counted), default=0)
 
     @property
     def staging(self) -> int | None:
         """The least staging of all; None where none limits it."""
-        return min((reservation.staging for reservation in self._made if reservation.staging is not None), default=None)
+        return min((reservation.staging for reservation in self._counted if reservation.staging is not None), default=None)
 
     @property
     def staging_limit(self) -> int:
@@ -174,17 +188,17 @@ class Reservations:
     @property
     def chunk_buffers(self) -> int | None:
         """The least number of chunks of all; None without graphs."""
-        return min((reservation.chunk_buffers for reservation in self._made), default=None)
+        return min((reservation.chunk_buffers for reservation in self._counted), default=None)
 
     @property
     def chunk_numel(self) -> int | None:
         """The elements that a chunk may have; None where no graph has planned for any."""
-        return max((reservation.chunk_numel for reservation in self._made), default=0) or None
+        return max((reservation.chunk_numel for reservation in self._counted), default=0) or None
 
     @property
     def chunk(self) -> Sides:
         """The most bytes that any has planned for one chunk of each optimizer."""
-        found = [reservation.chunk for reservation in self._made]
+        found = [reservation.chunk for reservation in self._counted]
         return Sides(max((each.device for each in found), default=0), max((each.host for each in found), default=0))
 
     @property
@@ -196,12 +210,18 @@ class Reservations:
     @property
     def reduced(self) -> int:
         """The most bytes of gradients that any of them has under way."""
-        return max((reservation.reduced for reservation in self._made), default=0)
+        return max((reservation.reduced for reservation in self._counted), default=0)
 
     @property
     def on_the_way(self) -> int:
         """The bytes of full gradients that may be in flight while a region makes more."""
-        return self.reduced - max((reservation.left for reservation in self._made), default=0)
+        return self.reduced - max((reservation.left for reservation in self._counted), default=0)
+
+
+def references(inputs: Iterable[object]) -> tuple[weakref.ref[torch.Tensor], ...]:
+    """Return references to the parameters among a graph's inputs, for `Reservation.parameters`; none to fake ones."""
+    found = [value for value in inputs if isinstance(value, torch.Tensor)]
+    return tuple(weakref.ref(value) for value in found if type(value) is nn.Parameter or hasattr(value, "_zinf_unit"))
 
 
 def _within(least: int, planned: int, wish: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,39 @@ def test_two_models_with_an_optimizer_each_train_at_the_cap_that_is_named_and_at
     assert not [text for text in refusals if "nothing was updated" in text], "by a graph, not by a step"
     for more in (0, 300_000, 1_000_000, 3_000_000, 6_000_000):
         train(cap + more)
+
+
+def test_beside_graphs_of_no_cap_the_cap_that_is_named_is_larger_and_works(tmp_path: Path) -> None:
+    """They are not planned anew for it."""
+
+    def train(**options: Any) -> nn.Module:
+        model = seeded(Broken)
+        model.compile(backend=BACKEND, options=options)
+        losses_of(model, model)
+        return model
+
+    torch.compiler.reset()
+    zinf_compile.reset()
+    kept = train(params="nvme", grads="nvme", optimizer="nvme", nvme=str(tmp_path))
+    with pytest.raises(BudgetError) as refused:
+        train(device_memory="24MiB")
+    cap = named_cap(refused.value)
+    assert cap > 24 * 2**20
+    train(device_memory=cap)
+    assert all(isinstance(p, ShardedParameter) for p in kept.parameters())
+
+
+def test_graphs_whose_parameters_are_gone_reserve_nothing(tmp_path: Path) -> None:
+    """Dynamo may keep such graphs: here what runs behind the break, in the module's globals. Theirs was read far ahead."""
+
+    def train(**options: Any) -> None:
+        model = seeded(Broken)
+        model.compile(backend=BACKEND, options=options)
+        losses_of(model, model)
+        zinf_compile.synchronize()  # the states of its last step are gone with it, too
+
+    torch.compiler.reset()
+    zinf_compile.reset()
+    train(params="nvme", grads="nvme", optimizer="nvme", nvme=str(tmp_path))
+    gc.collect()
+    train(device_memory="24MiB")

@@ -26,7 +26,7 @@ from zinf_compile.plan.headroom import plan_graph
 from zinf_compile.plan.memory_model import TransientMemory, held_memory, model_memory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
-from zinf_compile.runtime.memory.reservations import Reservation
+from zinf_compile.runtime.memory.reservations import Reservation, references
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.create import shard_group_of
 
@@ -75,6 +75,7 @@ class GraphBudget:
         self._used, self._units = set(units.values()), {index: unit for index, unit in units.items() if is_unplanned(unit)}
         whole = sum(slot.bytes for slot in fresh)
         self._declared = config.device_memory is not None or config.host_memory is not None
+        self._parameters = references(inputs[slot.index] for slot in slots)
         self._caps_before = context.memory.reservations.caps
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._unseen: list[ParameterSlot] = []
@@ -285,6 +286,7 @@ class GraphBudget:
             works=Sides(device.works, host.works),
             wish=plan.wish,
             keepable=math.ceil(self.keepable * (1 + self.others)),
+            parameters=self._parameters,
         )
         self._reservations.append(reservation)
         reservations.add(reservation)

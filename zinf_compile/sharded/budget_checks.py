@@ -136,6 +136,7 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     if needed > cap:
         more = gradient_bytes(context, context.units)[side]
         works = reservations.works(side, held + slots + states + staying, second=more, unforeseen=True)
+        works = needed if works <= cap else works  # graphs that were compiled under another cap are not planned anew
         second = f", with {more:,} for second gradients while they accumulate" if more else ""
         named = name_cap(context, side, works, smallest=not reservations.keeps_more or works <= reservations.planned(side))
         raise BudgetError(

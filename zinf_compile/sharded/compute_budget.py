@@ -31,7 +31,7 @@ from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .caps import held_bytes
 from .short_ranks import Lack
-from .shortage import gradient_bytes
+from .shortage import gradient_bytes, reserved_by_others
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -278,18 +278,19 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
         user = max(0, allocated_bytes(context.device) - mine - call.outside)
     memory.taken = beside + user
     later = _while_others_run(memory, call, given) if beside else 0
-    more = max(beside + call.passing + call.outside, later) + user
+    others = max(0, later - beside - call.passing - call.outside)
+    more = beside + call.passing + call.outside + others + user
     gradients = gradient_bytes(context, _without_gradients(units))[Tier.DEVICE]
     held = held_bytes(memory.ledger, more + gradients, cap, memory) + gradients
-    beside = more - call.passing - call.outside
     return Lack(
         needed=held + more,
         cap=cap,
-        works=reservations.works(Tier.DEVICE, held + beside - call.saved_outside),
+        works=reservations.works(Tier.DEVICE, held + beside + others + user - call.saved_outside),
         text=f"this call needs {held + more:,} bytes on {context.device}: {held:,} for what is held and for gradients, "
-        f"{beside - user:,} are activations and results of earlier calls whose backward is still to come, or that are kept, "
-        f"{user + call.outside:,} are taken by others, {call.passing:,} are needed at once. Run their "
-        "backwards first, keep fewer results, or use smaller batches; activations='nvme' moves all that is saved to a drive"
+        f"{beside:,} are activations and results of earlier calls whose backward is still to come, or that are kept, "
+        f"{reserved_by_others(others)}{user + call.outside:,} are taken by others, {call.passing:,} are needed at once. "
+        "Run their backwards first, keep fewer results, or use smaller batches; "
+        "activations='nvme' moves all that is saved to a drive"
         + (
             ", reshard_after_forward=True keeps no parameter gathered for its backward" if any(reservations.kept.values()) else ""
         ),
