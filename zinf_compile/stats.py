@@ -140,6 +140,7 @@ def memory(model: nn.Module) -> dict[str, dict[str, int]]:
     and bounce.
 
     `params`, `grads` and `states` are this rank's shards with their padding, of all models partitioned over these ranks;
+    `states` also the buffers in which a step has chunks of states that live elsewhere;
     `gathered` are full units in use or in flight, in the type in which they are communicated; `activations` the values that
     forwards have saved in host memory beside the device; `staging` are the buffers of other transfers in flight, and `bounce`
     the bounce buffers for blocks that direct I/O can't transfer in place. Empty before the first compiled call.

@@ -243,6 +243,8 @@ def state_names(model: nn.Module) -> dict[str, torch.Tensor]:
 def _mismatches(targets: Mapping[str, torch.Tensor], state: Mapping[str, Any] | None) -> list[str]:
     if state is None:
         return ["rank 0 was given no state"]
+    if not isinstance(state, Mapping):
+        return [f"rank 0 was given a {type(state).__name__}; accepted: a mapping of names to tensors"]
     problems = [f"missing: {name}" for name in targets if name not in state]
     problems += [f"unexpected: {name}" for name in state if name not in targets and isinstance(state[name], torch.Tensor)]
     for name, target in targets.items():

@@ -48,6 +48,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     if context is None:
         if not state:
             _raise_for(optimizer, [NOT_GIVEN])
+        _raise_for(optimizer, _no_mapping(state))
         optimizer.load_state_dict(dict(state or {}))
         return
     ranks = ranks_of(units)
@@ -98,9 +99,16 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     record_of(optimizer).mark_whole()
 
 
+def _no_mapping(state: object) -> list[str]:
+    accepted = "accepted: a mapping with 'state' and 'param_groups'"
+    return [] if isinstance(state, Mapping) else [f"rank 0 was given a {type(state).__name__}; {accepted}"]
+
+
 def _mismatches(optimizer: Optimizer, units: list[Unit | None], state: Mapping[str, Any] | None) -> list[str]:
     if state is None:
         return ["rank 0 was given no state"]
+    if problems := _no_mapping(state):
+        return problems
     missing = [key for key in ("state", "param_groups") if key not in state]
     if missing:
         return [f"it has no {key!r}" for key in missing]

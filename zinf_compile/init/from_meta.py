@@ -88,6 +88,8 @@ def partition(
     `CheckpointError`, naming everything that has no value or doesn't fit, and leaves the model on meta as it was.
     """
     config = Config.from_options(options)
+    if not (init is None or callable(init)):
+        raise TypeError(f"init={init!r} can't be called; accepted: a function of one module")
     if init is not None and checkpoint is not None:
         raise UnsupportedModelError("partition() was given init and checkpoint: values come from one of them; omit one")
     if checkpoint is None and (dtype is not None or rename is not None):

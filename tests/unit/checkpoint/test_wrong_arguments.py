@@ -63,3 +63,20 @@ def test_a_file_in_the_place_of_a_folder_is_named(save: Callable[[nn.Module, Pat
         save(nn.Linear(2, 2), file)
     assert file.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_is_no_mapping_is_named() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(zinf_compile.UnsupportedModelError, match=r"given a int; accepted: a mapping of names to tensors"):
+        zinf_compile.load_full_state_dict(model, 3)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(zinf_compile.UnsupportedOptimizerError, match=r"given a list; accepted: a mapping with 'state'"):
+        zinf_compile.load_full_optimizer_state_dict(optimizer, [3])  # type: ignore[arg-type]
+
+
+def test_an_init_that_cannot_be_called_leaves_the_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"init=3 can't be called; accepted: a function of one module"):
+        zinf_compile.partition(model, init=3)  # type: ignore[arg-type]
+    assert all(p.is_meta for p in model.parameters())
