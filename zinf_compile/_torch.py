@@ -249,6 +249,11 @@ def is_first_variant() -> bool:
     return compile_id is not None and compile_id.frame_compile_id == 0
 
 
+def inside_transform() -> bool:
+    """Return whether a transform of `torch.func` runs, such as `grad` or `vmap`."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def outside_tracing() -> contextlib.AbstractContextManager[Any]:
     """Context in which tensors are real while a graph is traced."""
     return _disable_current_modes()

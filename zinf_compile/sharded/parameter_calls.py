@@ -154,7 +154,7 @@ def _on_whole(
         if needs_grad and any(p is parameter for p in changed):
             values[parameter] = parameter._zinf_unit.whole().detach().requires_grad_()  # PyTorch refuses it as any leaf
         else:
-            values[parameter] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit, recorded=differentiate)
+            values[parameter] = _whole(parameter) if needs_grad else _value(parameter._zinf_unit, recorded=differentiate)
     copies = {p: v for p, v in values.items() if not p._zinf_unit.at_hand and type(v) is torch.Tensor}
     before = versions(list(copies.values()))
     result = call_on_values(func, args, kwargs, list(values.items()))
@@ -216,18 +216,31 @@ def _value(unit: Unit, *, recorded: bool) -> torch.Tensor:
         return with_own_storage(unit.logical(value))  # no view for autograd: a call may write to it
 
 
+def _whole(parameter: ShardedParameter) -> torch.Tensor:
+    with no_torch_function():  # a transform would ask the parameter what it makes of the call
+        whole: torch.Tensor = _Whole.apply(parameter, parameter._zinf_unit)
+    return whole
+
+
 class _Whole(torch.autograd.Function):
-    """The value of a parameter, differentiable."""
+    """The value of a parameter, differentiable. Transforms of `torch.func` see a constant: no level of theirs has wrapped it."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
-        ctx.unit = parameter._zinf_unit
-        return _value(ctx.unit, recorded=True)
+    def forward(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
+        return _value(unit, recorded=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[ShardedParameter, Unit], output: torch.Tensor) -> None:
+        ctx.unit = inputs[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, parameter: ShardedParameter, unit: Unit) -> tuple[torch.Tensor, None]:
+        return _Whole.apply(parameter, unit), None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return partitioned_gradient(ctx.unit, grad)
+        return partitioned_gradient(ctx.unit, grad), None
 
 
 def _gradient_edge(item: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zinf_compile._frames import inside_compiled_call, stepping
-from zinf_compile._torch import no_torch_function, tree_map
+from zinf_compile._torch import inside_transform, no_torch_function, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
 from zinf_compile.runtime.units.swap import offload
@@ -66,6 +66,8 @@ def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
         return _assign(parameters[0], args[1])
     targets = {id(target) for target in written(name, args, kwargs)}
     differentiate = torch.is_grad_enabled() and name not in ("detach", *LIKE) and func not in DETACHED
+    if differentiate and inside_transform():
+        return NotImplemented  # its levels wrap plain tensors
     values: dict[int, ShardedTensor] = {}
     for parameter in parameters:
         with no_torch_function():
