@@ -223,3 +223,49 @@ def test_states_are_rounded_where_no_master_copies_are_kept(early: bool, kind: s
     assert all("master" not in state for state in found.values())
     for key, state in eager.state_dict()["state"].items():
         torch.testing.assert_close({n: found[key][n] for n in state}, state, rtol=0, atol=0)
+
+
+class OwnMasters(torch.optim.Optimizer):
+    """Keeps master copies by itself, under the very name."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                master = self.state[p].setdefault("master", p.detach().float().clone())
+                master.sub_(p.grad.float(), alpha=group["lr"])
+                p.copy_(master)
+
+
+@pytest.mark.filterwarnings("ignore:all . parameters are torch.bfloat16")
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_master_copies_of_the_optimizers_own_are_kept(dtype: torch.dtype, early: bool, tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+        model = build().to(dtype)
+        return model, torch.compile(model, backend=BACKEND, options={"compute": "fx"}), OwnMasters(model.parameters(), 0.01)
+
+    def train(call: Any, optimizer: torch.optim.Optimizer, numbers: Any) -> None:
+        for number in numbers:
+            loss_of(call(*tokens(number))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, call, optimizer = made()
+    train(call, optimizer, range(3))
+    zinf_compile.save(tmp_path / "saved", model, optimizer, wait=True)
+    train(call, optimizer, range(3, 6))
+    again, call, its = made()
+    if not early:
+        train(call, its, [7])
+    zinf_compile.load(tmp_path / "saved", again, its)
+    train(call, its, range(3, 6))
+    plain = build().to(dtype)
+    eager = OwnMasters(plain.parameters(), 0.01)
+    train(torch.compile(plain, backend="aot_eager"), eager, range(6))
+    for each, by in ((model, optimizer), (again, its)):
+        torch.testing.assert_close(dict(each.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+        torch.testing.assert_close(by.state_dict()["state"], eager.state_dict()["state"], rtol=0, atol=0)

@@ -153,6 +153,8 @@ def _wanted_in_memory(
             masters = any(parameter in states.kept and MASTER in states.kept[parameter] for states in known)
         else:  # partitioned later, perhaps with master copies; PyTorch's optimizers leave a state of another name alone
             masters = parameter.dtype in SHORT
+        if not masters and MASTER in names.get(id(parameter), ()):  # the optimizer may have one of its own
+            masters = MASTER in states_kept(optimizer, group_of(optimizer, parameter), parameter.dtype)
         pieces = [(0, parameter.numel())] if unit is None else pieces_of(unit)
         found[parameter] = {
             name: [WantedState(parameter, name, unit, start, end) for start, end in pieces]
@@ -197,8 +199,7 @@ def _types_without_master(
     """Return the types of a parameter's states: those kept without a master copy, where one was saved and none is kept."""
     if (parameter, MASTER) not in large or MASTER in names:
         return large
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    types = states_kept(optimizer, group, parameter.dtype)
+    types = states_kept(optimizer, group_of(optimizer, parameter), parameter.dtype)
     return {(parameter, name): types.get(name, large[parameter, name]) for name in names}
 
 
@@ -220,8 +221,13 @@ def _load_in_memory(
     return cast("torch.Tensor", kept_state(shard, unit))
 
 
+def group_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the settings of a parameter's group."""
+    return next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+
+
 def like_step(value: Any, parameter: torch.Tensor, optimizer: Optimizer) -> Any:
     """Return a small state where PyTorch's optimizers keep it: on the device of the parameter where they are fused."""
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    group = group_of(optimizer, parameter)
     on_device = isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable"))
     return value.to(parameter.device) if on_device else value

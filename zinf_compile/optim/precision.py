@@ -44,8 +44,8 @@ def drop_masters(optimizer: Optimizer) -> None:
             state = optimizer.state.get(parameter)
             if isinstance(parameter, ShardedParameter) and type(state) is dict and MASTER in state:
                 unit = parameter._zinf_unit
-                if unit.placement.master_of(unit.dtype) is None:
-                    types = states_kept(optimizer, group, unit.dtype)
+                types = states_kept(optimizer, group, unit.dtype)
+                if unit.placement.master_of(unit.dtype) is None and MASTER not in types:  # nor has the optimizer one of its own
                     kept = {name: value for name, value in state.items() if name != MASTER}
                     optimizer.state[parameter] = {n: v.to(types[n]) if n in types else v for n, v in kept.items()}
 
