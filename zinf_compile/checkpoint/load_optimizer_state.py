@@ -60,13 +60,15 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
         plan = _plan(state) if first and state is not None and not problems else {}
     _raise_for(optimizer, ranks.share(problems, what="loading the optimizer: checking the state"))
     plan = ranks.share(plan, what="loading the optimizer")
-    for key, unit in enumerate(units):
-        if unit is not None and unit.placement.master_of(unit.dtype) is None:
-            plan["state"].get(key, {}).pop(MASTER, None)  # this optimizer has no master copies
+    rows = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    for key, (unit, (_, group)) in enumerate(zip(units, rows, strict=True)):
+        saved = plan["state"].get(key, {})
+        if MASTER not in saved or unit is None or unit.placement.master_of(unit.dtype) is not None:
+            continue
+        if MASTER not in states_kept(optimizer, group, unit.dtype):  # nor has the optimizer one of its own
+            del saved[MASTER]
     given = state["state"] if first and state is not None else {}
     large = dict(large_states(plan["state"], units))
-
-    rows = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
 
     def small_of(key: Any, names: Mapping[str, Any]) -> dict[str, Any]:
         rest = {n: _broadcast(given.get(key, {}).get(n), kept, context) for n, kept in names.items() if (key, n) not in large}
