@@ -128,5 +128,5 @@ class _Refused:
     """Stands where eager code on one process reads a partitioned parameter with autograd."""
 
     @staticmethod
-    def apply(read: ShardedParameter) -> Any:
+    def apply(read: ShardedParameter, unit: object) -> Any:
         raise AssertionError(f"eager code computes with {read._zinf_unit.name}")

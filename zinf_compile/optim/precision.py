@@ -15,6 +15,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .chunks import MASTER
 from .elementwise_probe import states_kept
 from .record import record_of
+from .state_entry import states_of
 
 SHORT = (torch.bfloat16, torch.float16)
 _WARNED = "precision"
@@ -41,8 +42,8 @@ def drop_masters(optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if isinstance(parameter, ShardedParameter) and type(state) is dict and MASTER in state:
+            state = states_of(optimizer, parameter) if isinstance(parameter, ShardedParameter) else None
+            if type(state) is dict and MASTER in state:
                 unit = parameter._zinf_unit
                 types = states_kept(optimizer, group, unit.dtype)
                 if unit.placement.master_of(unit.dtype) is None and MASTER not in types:  # nor has the optimizer one of its own
