@@ -59,7 +59,7 @@ SAVES = {
     "full drive": r"No space left on device: a checkpoint of [\d,]+ bytes, and 4,096 are free\. Nothing was written; free [\d,]+",
     "quota": r"Disk quota exceeded.*rank-0000\d-0000\.safetensors",
     "read-only": r"Read-only file system.*saves",
-    "a file": r"(File exists|Not a directory).*file",
+    "a file": r"(a file has this name|Not a directory).*file",
     "another job": r"another process saves its checkpoints in \S+; accepted: one job for each folder\. End that job, or save to",
 }
 
