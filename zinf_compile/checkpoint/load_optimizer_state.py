@@ -14,6 +14,7 @@ from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.optim.chunks import MASTER
 from zinf_compile.optim.elementwise_probe import states_kept
+from zinf_compile.optim.precision import keeps_no_master
 from zinf_compile.optim.record import record_of
 from zinf_compile.optim.shard_state import kept_state
 from zinf_compile.optim.state_dict_hooks import move_loaded
@@ -63,9 +64,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     rows = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     for key, (unit, (_, group)) in enumerate(zip(units, rows, strict=True)):
         saved = plan["state"].get(key, {})
-        if MASTER not in saved or unit is None or unit.placement.master_of(unit.dtype) is not None:
-            continue
-        if MASTER not in states_kept(optimizer, group, unit.dtype):  # nor has the optimizer one of its own
+        if MASTER in saved and unit is not None and keeps_no_master(optimizer, group, unit):
             del saved[MASTER]
     given = state["state"] if first and state is not None else {}
     large = dict(large_states(plan["state"], units))

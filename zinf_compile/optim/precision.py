@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.arguments import check_optimizer
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -43,12 +44,15 @@ def drop_masters(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = states_of(optimizer, parameter) if isinstance(parameter, ShardedParameter) else None
-            if type(state) is dict and MASTER in state:
-                unit = parameter._zinf_unit
-                types = states_kept(optimizer, group, unit.dtype)
-                if unit.placement.master_of(unit.dtype) is None and MASTER not in types:  # nor has the optimizer one of its own
-                    kept = {name: value for name, value in state.items() if name != MASTER}
-                    optimizer.state[parameter] = {n: v.to(types[n]) if n in types else v for n, v in kept.items()}
+            if type(state) is dict and MASTER in state and keeps_no_master(optimizer, group, parameter._zinf_unit):
+                types = states_kept(optimizer, group, parameter.dtype)
+                kept = {name: value for name, value in state.items() if name != MASTER}
+                optimizer.state[parameter] = {n: v.to(types[n]) if n in types else v for n, v in kept.items()}
+
+
+def keeps_no_master(optimizer: Optimizer, group: dict[str, Any], unit: Unit) -> bool:
+    """Return whether a unit has no master copy, be it its placement's or one that the optimizer keeps itself, of that name."""
+    return unit.placement.master_of(unit.dtype) is None and MASTER not in states_kept(optimizer, group, unit.dtype)
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
