@@ -8,9 +8,10 @@
 
 Places: `drive`, parameters, gradients and states on DIR's drive; 500, 2000 and 7000, all in host memory beside a device that the
 CPU plays, behind two links that move one byte in the time of so many floating-point operations. The device's memory is capped at
-a part of the parameters. The first steps measure costs, and plans are made again from them; the steps after that are recorded
-with `zinf_compile.timeline`, and the median one stands here. Predicted is a step that repeats, at the costs measured before;
-bound and simulated are at what regions, links and updates took in that very step, so that a machine that changes does not count.
+a part of the parameters. The first steps measure costs, and plans are made again from them; after that the planners take turns of
+two steps, of which the second one is recorded with `zinf_compile.timeline`, and the median one stands here. Predicted is a step
+that repeats, at the costs measured before; bound and simulated are at what regions, links and updates took in that very step, so
+that a machine that changes does not count.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import _docs
-from _peers import matmul_rate, spawn
+from _peers import Peer, matmul_rate, spawn
 from tabulate import tabulate
 
 LENGTH, VOCABULARY = 256, 50257
@@ -36,6 +38,7 @@ GPTS = {"gpt-small": (4, 256, 4), "gpt-124m": (12, 768, 12), "gpt-354m": (24, 10
 MODELS = ("gpt-124m", "gpt-354m", "moe", "t5")
 PLACES = ("drive", "500", "2000", "7000")
 PLANNERS = ("just_in_time", "one_ahead", "largest_first", "greedy", "cached_prefetch")
+DEFAULT = "cached_prefetch"
 CAP = 0.75
 """Of the parameters' bytes: the cap of the device's memory, beside `BESIDE` and logits."""
 BESIDE = 128 << 20
@@ -99,71 +102,97 @@ def _with_experts(model: Any) -> Any:
     return model
 
 
-def work(
-    name: str, place: str, planners: Sequence[str], rank: int, world: int, folder: str, rounds: int, compute: str, commands: Any
-) -> None:
-    """Train under each planner in turn; send a row for each."""
+class Case(NamedTuple):
+    """What is trained, and where it lives."""
+
+    model: str
+    world: int
+    place: str
+    folder: str
+    flops: float
+    """Floating-point operations per second of one rank."""
+    compute: str
+
+
+def work(case: Case, planner: str, rank: int, pipe: Any) -> None:
+    """Train under a planner, a command at a time: "step", "record" two steps of which the second counts, "rest", "summary"."""
+    world = case.world
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    import zinf_compile  # noqa: PLC0415
+    from zinf_compile.errors import ZinfError  # noqa: PLC0415
     from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating  # noqa: PLC0415
 
-    threads = max(1, (os.cpu_count() or 1) // world)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads_of(world))
     if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        dist.init_process_group("gloo", init_method=f"file://{case.folder}/{planner}", rank=rank, world_size=world)
     simulated: Any = contextlib.nullcontext()
-    if place != "drive":
-        simulated = simulating(SimulatedDevice(bytes_per_s=matmul_rate(threads) / float(place)))
+    if case.place != "drive":
+        simulated = simulating(SimulatedDevice(bytes_per_s=case.flops / float(case.place)))
     with simulated:
-        for planner in planners:
-            commands.send(_measure(name, place, planner, rank, folder, rounds, compute))
-    commands.send(None)
+        model, step, cap = _training(case, planner, rank)
+        recordings, refusal = [], ""
+        while (command := pipe.recv()) != "end":
+            answer: Any = None
+            try:
+                if command == "step":
+                    start, loss = time.perf_counter(), math.nan if refusal else step()
+                    answer = time.perf_counter() - start, 0.0, loss
+                elif command == "record" and not refusal:
+                    step()
+                    recordings.append(zinf_compile.timeline(model))
+                    step()
+                elif command == "rest" and not refusal:
+                    zinf_compile.synchronize()
+                elif command == "summary":
+                    answer = {"error": refusal} if refusal else {"cap": cap, **_summary(recordings)}
+            except ZinfError as error:
+                refusal, answer = str(error), (math.nan, 0.0, math.nan)
+            pipe.send(answer)
+    pipe.send(None)
     if world > 1:
         dist.destroy_process_group()
 
 
-def _measure(name: str, place: str, planner: str, rank: int, folder: str, rounds: int, compute: str) -> dict[str, Any]:
+def threads_of(world: int) -> int:
+    """Return the threads of each rank."""
+    return max(1, (os.cpu_count() or 1) // world)
+
+
+def measure_flops(threads: int, pipe: Any) -> None:
+    """Send the rate of one large matrix product."""
+    pipe.send(matmul_rate(threads))
+
+
+def _training(case: Case, planner: str, rank: int) -> tuple[Any, Callable[[], float], int]:
+    """Return a model, what takes a step with it and returns the loss, and the cap of the device's memory."""
     import torch  # noqa: PLC0415
 
-    import zinf_compile  # noqa: PLC0415
-    from zinf_compile.backend.replan import FIRST, MEASURED  # noqa: PLC0415
-    from zinf_compile.errors import ZinfError  # noqa: PLC0415
-
-    torch.compiler.reset()
-    zinf_compile.reset()
     torch.manual_seed(0)
-    model = build(name)
-    vocabulary = 2048 if name == "gpt-small" else 8192
+    model = build(case.model)
+    vocabulary = 2048 if case.model == "gpt-small" else 8192
     words = max(module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding))
     cap = int(CAP * sum(p.nbytes for p in model.parameters())) + BESIDE + LOGITS * 4 * 2 * LENGTH * words
-    tier = "nvme" if place == "drive" else "host"
+    tier = "nvme" if case.place == "drive" else "host"
     options: dict[str, Any] = {"planner": planner, "device_memory": cap, "params": tier, "grads": tier, "optimizer": tier}
-    options |= {"compute": compute, "bucket": "1MiB" if name == "gpt-small" else "32MiB"}
-    if place == "drive":
-        options["nvme"] = folder
+    options |= {"compute": case.compute, "bucket": "1MiB" if case.model == "gpt-small" else "32MiB"}
+    if case.place == "drive":
+        options["nvme"] = case.folder
     call = torch.compile(model, backend="zero_infinity", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(rank)
 
-    def step() -> None:
+    def step() -> float:
         tokens, targets = torch.randint(vocabulary, (2, 2, LENGTH), generator=generator)
-        call(tokens, targets).backward()
+        loss = call(tokens, targets)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return float(loss.detach())
 
-    try:
-        for _ in range(FIRST + MEASURED + 1):
-            step()
-        recordings = []
-        for _ in range(rounds):
-            recordings.append(zinf_compile.timeline(model))
-            step()
-    except ZinfError as error:
-        return {"planner": planner, "error": str(error)}
-    zinf_compile.synchronize()
-    return {"planner": planner, "cap": cap, **_summary(recordings)}
+    return model, step, cap
 
 
 def _summary(recordings: Sequence[Any]) -> dict[str, Any]:
@@ -197,21 +226,33 @@ def _summary(recordings: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def run_case(
-    name: str, world: int, place: str, planners: Sequence[str], folder: str, rounds: int, compute: str
-) -> dict[str, Any]:
-    """Return the rows of one model on some ranks at one place; of several ranks the slowest one's."""
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        ranks = [spawn(work, name, place, planners, rank, world, own, rounds, compute) for rank in range(world)]
+def run_case(case: Case, planners: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Return a row for each planner, whose steps are taken in turn; of several ranks the slowest one's."""
+    from zinf_compile.backend.replan import FIRST, MEASURED  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(dir=case.folder) as own:
+        rate = spawn(measure_flops, threads_of(case.world))
+        case = case._replace(folder=own, flops=rate.pipe.recv())
+        rate.join(20)
+        peers = []
+        for planner in planners:
+            peers.append(Peer(planner, [spawn(work, case, planner, rank) for rank in range(case.world)]))
+            for _ in range(FIRST + MEASURED):
+                peers[-1].step()
+            peers[-1].ask("rest")
+        for _ in range(rounds):
+            for peer in peers:
+                peer.ask("record")
+                peer.ask("rest")
         rows = []
-        for _ in planners:
-            found = [rank.pipe.recv() for rank in ranks]
+        for peer in peers:
+            found = [{"planner": peer.name, **row} for row in peer.ask("summary")]
             rows.append(max(found, key=lambda row: row.get("measured", math.inf)))
-            print(f"{name}, {world} rank(s), {place}: {json.dumps({k: v for k, v in rows[-1].items() if k != 'lanes'})}")
-        for rank in ranks:
-            rank.pipe.recv()
-            rank.join(20)
-    return {"model": name, "world": world, "place": place, "rows": rows}
+            print(json.dumps(case._asdict() | {k: v for k, v in rows[-1].items() if k != "lanes"}), flush=True)
+            peer.end()
+    losses = {tuple(peer.losses) for peer in peers if not any(map(math.isnan, peer.losses))}
+    kept = {"model": case.model, "world": case.world, "place": case.place, "flops": case.flops}
+    return {**kept, "same_losses": len(losses) <= 1, "rows": rows}
 
 
 def lost_on(row: dict[str, Any]) -> str:
@@ -230,10 +271,11 @@ def report(result: dict[str, Any]) -> str:
     """Return the rows as a table."""
     rows = []
     for case in result["cases"]:
+        default = next((row["measured"] for row in case["rows"] if row["planner"] == DEFAULT and "error" not in row), math.nan)
         for row in case["rows"]:
             where = [case["model"], case["world"], case["place"], row["planner"]]
             if "error" in row:
-                rows.append([*where, "", "", "", "", "", "", row["error"].splitlines()[0][:80]])
+                rows.append([*where, "", "", "", "", "", "", "", row["error"].splitlines()[0][:80]])
                 continue
             ratio = row["measured"] / row["simulated"]
             missed = "" if LOW <= ratio <= HIGH else lost_on(row)
@@ -242,18 +284,23 @@ def report(result: dict[str, Any]) -> str:
                 [
                     *where,
                     *(f"{row[key]:.2f}" for key in ("bound", "simulated_before", "simulated", "measured")),
+                    f"{row['measured'] / default:.2f}",
                     f"{ratio:.2f}",
                     above,
                     missed,
                 ]
             )
     headers = ["model", "ranks", "place", "planner", "bound s", "predicted s", "simulated s", "measured s"]
-    headers.append("measured / simulated")
+    headers += ["/ default's", "measured / simulated"]
     table = tabulate(rows, [*headers, "measured ≥ bound", "most lost, where outside 0.90 to 1.10"], tablefmt="github")
     ratios = [row["measured"] / row["simulated"] for case in result["cases"] for row in case["rows"] if "error" not in row]
     inside = sum(LOW <= ratio <= HIGH for ratio in ratios)
     middle = f"median {statistics.median(ratios):.2f}" if ratios else "nothing was measured"
-    return f"{table}\n\nMeasured / simulated: {middle}, within 0.90 to 1.10 in {inside} of {len(ratios)}."
+    same = sum(case["same_losses"] for case in result["cases"])
+    return (
+        f"{table}\n\nMeasured / simulated: {middle}, within 0.90 to 1.10 in {inside} of {len(ratios)}. "
+        f"All planners of a case had the same losses, bit for bit: in {same} of {len(result['cases'])}."
+    )
 
 
 def main() -> None:
@@ -282,8 +329,8 @@ def main() -> None:
     for model in models:
         for world in worlds:
             for place in places:
-                case = run_case(model, world, place, options.planners.split(","), options.folder, options.rounds, options.compute)
-                result["cases"].append(case)
+                case = Case(model, world, place, options.folder, math.nan, options.compute)
+                result["cases"].append(run_case(case, options.planners.split(","), options.rounds))
                 if options.json:
                     options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(report(result))
