@@ -103,8 +103,8 @@ def draw_batch(tokens, batch, length, generator):
 
 
 def memory_of(model, folder):
-    """Return the MiB that each tier held at most during the last step, or holds on the drive."""
-    memory = {side: kinds["peak_last_step"]["all"] for side, kinds in zinf_compile.stats(model)["memory"].items()}
+    """Return the MiB that each tier held at most during the last step, or holds on the drive; none where nothing moves."""
+    memory = {side: kinds["peak_last_step"]["all"] for side, kinds in zinf_compile.stats(model).get("memory", {}).items()}
     if folder:  # unnamed files, visible only as open descriptors
         opened = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
         own = [path.stat() for path in opened if os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)]
@@ -210,10 +210,12 @@ for _ in bar:
     memory.append({} if args.eager else memory_of(model, args.nvme))
     bar.set_postfix_str(f"loss {losses[-1]:.3f}")
 
-caps = {} if args.eager else zinf_compile.stats(model)["caps"]
-if not args.eager:
+caps = {} if args.eager else zinf_compile.stats(model).get("caps", {})
+states = parameters * 16 / MIB / ranks
+if not args.eager and not memory[-1]:
+    say("memory", f"parameters, gradients and states, {states:.1f} MiB, stay where PyTorch has them")
+elif memory[-1]:
     most = {tier: max(step.get(tier, 0) for step in memory) for tier in memory[-1]}
-    states = parameters * 16 / MIB / ranks
     held = ", ".join(f"{tier} {count:.1f} MiB" for tier, count in most.items())
     limit = f" under a cap of {caps['device_memory'] / MIB:.0f} MiB" if caps["device_memory"] else ""
     say("memory", f"at most {held} per rank{limit}; the states are {states:.1f} MiB")

@@ -31,6 +31,7 @@ from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
 from zinf_compile.passes.loss._read_logits import Logits
 from zinf_compile.passes.loss.chunk_loss import chunk_loss
 from zinf_compile.passes.schedule.align_regions import align_regions
+from zinf_compile.passes.schedule.drop_gathers import drop_gathers
 from zinf_compile.passes.schedule.group_units import group_units
 from zinf_compile.passes.schedule.insert_gathers import insert_gathers
 from zinf_compile.passes.schedule.insert_releases import insert_releases
@@ -123,6 +124,16 @@ def joint_passes(
         recompute_unit_views,
         *((align_products,) if align else ()),
         insert_reduce_scatters,
+    )
+
+
+def ordinary_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
+    """The regions of a graph none of whose parameters is partitioned: those that it would have if they were."""
+    return (
+        sink_unit_views,
+        partial(insert_gathers, keep_bytes=BUCKETS_GATHERED * bucket_bytes),
+        partial(align_regions, region_bytes=bucket_bytes),
+        drop_gathers,
     )
 
 

@@ -26,6 +26,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.overlap_log import busy_s
 from zinf_compile.runtime.lanes.step_recorder import StepRecord
 from zinf_compile.sharded.arguments import plain
+from zinf_compile.sharded.ordinary import is_ordinary
 from zinf_compile.sharded.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -213,6 +214,11 @@ def measured_timeline(record: StepRecord) -> Timeline:
 
 def _context_of(model: nn.Module, what: str) -> Context:
     context = next((p._zinf_unit.context for p in plain(model).parameters() if isinstance(p, ShardedParameter)), None)
+    if context is None and any(map(is_ordinary, plain(model).parameters())):
+        raise OptionError(
+            f"{what}: nothing of this {type(model).__name__} moves, and so nothing is recorded: it is on one rank, and no option "
+            'says where anything lives. With one that does, such as device_memory="8GiB" or params="device", there is a plan'
+        )
     if context is None:
         raise OptionError(
             f"{what}: no parameter of this {type(model).__name__} is partitioned; call it after the first compiled step"

@@ -1,6 +1,7 @@
 """Passes that write the schedule of one graph: gathers, releases, swaps, prefetch.
 
 align_regions — Move transfers to the boundaries of regions, so that each region's compute is compiled as one.
+drop_gathers — Read parameters that hold their values instead of gathering them.
 group_units — Group transfers that are neighbours in order of use.
 insert_gathers — Gather each partitioned unit in front of its uses.
 insert_releases — Release each gathered unit right after its last use.

@@ -61,14 +61,14 @@ def test_a_recurrent_layer_is_named() -> None:
 @pytest.mark.usefixtures("_traces_recurrent_layers")
 def test_as_the_warning_says_it_is_compiled() -> None:
     model = Recurrent()
-    model.compile(backend="zero_infinity", options={"compute": "fx"})
+    model.compile(backend="zero_infinity", options={"compute": "fx", "params": "device"})
     _step(model, model)
     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
 
 
 def test_a_module_of_its_own_leaves_the_rest_compiled() -> None:
     model = Recurrent(apart=True)
-    model.compile(backend="zero_infinity", options={"compute": "fx"})
+    model.compile(backend="zero_infinity", options={"compute": "fx", "params": "device"})
     _step(model, model)
     assert isinstance(model.words.weight, ShardedParameter)
 
@@ -83,10 +83,12 @@ def test_other_models_are_left_alone() -> None:
         _step(other, torch.compile(other, backend="eager"))
 
 
-def test_trials_of_optimizers_are_no_searches() -> None:
+@pytest.mark.parametrize("partitioned", [True, False], ids=["partitioned", "ordinary"])
+def test_trials_of_optimizers_are_no_searches(partitioned: bool) -> None:
+    """Nor are models that use a graph which was compiled for another one."""
     for _ in range(12):
         model = Mlp()
-        model.compile(backend="zero_infinity", options={"compute": "fx"})
+        model.compile(backend="zero_infinity", options={"compute": "fx", **({"params": "device"} if partitioned else {})})
         optimizer = torch.optim.AdamW(model.parameters())
         model(*vectors(0)).backward()
         optimizer.step()
@@ -126,7 +128,7 @@ def test_an_uncompiled_part_beside_a_compiled_one_is_left_alone() -> None:
 
 def test_states_made_before_the_first_forward_are_no_step() -> None:
     model = Mlp()
-    model.compile(backend="zero_infinity", options={"compute": "fx"})
+    model.compile(backend="zero_infinity", options={"compute": "fx", "params": "device"})
     optimizer = torch.optim.Adam(model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -317,7 +317,7 @@ RISKY = """
 import torch
 from models import Mlp, vectors
 model = Mlp()
-model.compile(backend="zero_infinity", options={"compute": "fx"})
+model.compile(backend="zero_infinity", options={"compute": "fx", "params": "device"})
 model(*vectors(0)).backward()
 weight, grad = model.first.weight, model.first.weight.grad
 for name, act in {

@@ -16,7 +16,7 @@ BACKENDS = ["inductor", "aot_eager", "eager"]
 
 
 def trained(model: nn.Module, x: torch.Tensor, **options: Any) -> nn.Module:
-    compiled: Any = torch.compile(model, backend="zero_infinity", options={"compute": "fx", **options})
+    compiled: Any = torch.compile(model, backend="zero_infinity", options={"compute": "fx", "params": "device", **options})
     compiled(x).sum().backward()
     model.zero_grad()
     return model

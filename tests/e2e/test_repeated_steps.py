@@ -112,7 +112,9 @@ def train(change: Change, *, compiled: bool, when: tuple[int, ...] = (4,)) -> tu
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-    call: Any = torch.compile(model, backend="zero_infinity", options={"compute": "fx"}) if compiled else model
+    call: Any = (
+        torch.compile(model, backend="zero_infinity", options={"compute": "fx", "params": "device"}) if compiled else model
+    )
     for step in range(8):
         optimizer.zero_grad()
         call(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().sum().backward()

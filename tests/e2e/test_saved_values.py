@@ -287,7 +287,7 @@ def test_host_memory_that_is_the_devices_keeps() -> None:
 
 def test_pytorchs_own_budget_is_refused_by_name() -> None:
     torch.compiler.reset()
-    call: Any = torch.compile(nn.Linear(3, 3), backend="zero_infinity", options={"compute": "fx"})
+    call: Any = torch.compile(nn.Linear(3, 3), backend="zero_infinity", options={"compute": "fx", "params": "device"})
     refused = pytest.raises(OptionError, match=r"activation_memory_budget=0\.3: not supported")
     with torch._functorch.config.patch(activation_memory_budget=0.3), refused:
         call(torch.randn(2, 3))

@@ -18,6 +18,7 @@ from zinf_compile.backend import regions as inductor
 from zinf_compile.backend.regions import InductorRegions, SharedRegion, structure
 from zinf_compile.cli.models import GPT
 from zinf_compile.passes.lower import run_by_operator
+from zinf_compile.sharded.parameter import ShardedParameter
 
 pytestmark = pytest.mark.slow
 
@@ -206,3 +207,31 @@ def test_names_do_not_matter() -> None:
     assert structure(first) == structure(second)
     x, y = torch.randn(3, 5), torch.randn(3, 5)
     assert torch.equal(run_by_operator(first)([x, y])[0], x * y.relu())
+
+
+def test_ordinary_parameters_train_to_the_same_bits() -> None:
+    """Without options nothing moves; equal blocks are compiled once, as those of partitioned parameters, and round as they do."""
+    found = []
+    for options in ({}, {"params": "device"}):
+        torch.compiler.reset()
+        model = gpt(3)
+        call: Any = torch.compile(model, backend="zero_infinity", options=options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        for step in range(3):
+            call(tokens(step), tokens(step + 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+        assert {type(p) for p in model.parameters()} == {ShardedParameter if options else nn.Parameter}
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_equal_blocks_of_ordinary_parameters_are_compiled_once(counts: Counts) -> None:
+    compiled = []
+    for layers in (2, 5):
+        torch.compiler.reset()
+        model = gpt(layers)
+        torch.compile(model, backend="zero_infinity")(tokens(0), tokens(1)).backward()
+        compiled.append(counts.compiled)
+    assert counts.asked > 2 * 5
+    assert compiled[1] <= compiled[0] + 2, "the first and the last block, whose neighbours are others"

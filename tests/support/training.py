@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch._dynamo import register_backend
 from torch.optim import Optimizer
 
-from zinf_compile.backend.graph_compiler import zero_infinity
+from zinf_compile.backend.entry import compile_captured
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -22,9 +22,12 @@ BACKEND = "zero_infinity_fx"
 
 @register_backend(name=BACKEND)
 def zero_infinity_fx(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Any = None, mode: str | None = None) -> Any:
-    """The backend with `compute="fx"` where a test doesn't say otherwise: eager PyTorch's own kernels, to be compared bitwise."""
+    """The backend with `compute="fx"` where a test doesn't say otherwise: eager PyTorch's own kernels, to be compared bitwise.
+
+    It partitions parameters also where nothing would move, so that most tests need no options for that.
+    """
     given = {"compute": "fx", **(options or {})} if isinstance(options, dict | None) else options
-    return zero_infinity(gm, inputs, options=given, mode=mode)
+    return compile_captured(gm, inputs, options=given, mode=mode, partition=True)
 
 
 MOST_VARIANTS = 2

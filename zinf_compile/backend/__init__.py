@@ -11,8 +11,9 @@ choices — Choices that all ranks make alike, once per parameter, from sizes th
 decide_memory — Decides where everything of one captured graph lives: states of its parameters, and values that it saves.
 double_backward — Rejects double backward, which AOTAutograd doesn't support for compiled graphs, with an error that says
     what to do.
+entry — The torch.compile backend, which Dynamo calls for each captured graph.
 fork_pool — Runs jobs in forked worker processes, for their effects on disk, such as filling Inductor's cache.
-graph_compiler — The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
+graph_compiler — Compiles one captured graph: capture, passes, lowering, and the callable that runs the program.
 home_planner — Decides the homes of the parameters of one captured graph, once its forward and backward are known, from the
     caps.
 keep_units — Decides which full units stay gathered from a forward to its backward.
@@ -21,6 +22,7 @@ losses — How losses of one captured graph are computed: settings of the passes
 measured_costs — Costs of regions, links and updates from records of steps.
 placement_of_inputs — Placement of a graph whose parameters are partitioned already: theirs, in the place of the options'
     defaults.
+ordinary_graph — Graphs whose parameters stay ordinary ones, because nothing would move.
 plan_graphs — Plans for the transfers of one graph, by the planner that option `planner` names.
 planned_step — The problem and the plan of a step that was recorded.
 remake — What can be dropped and made again in a backward; both graphs are given what a share of that takes.
@@ -42,12 +44,12 @@ from typing import Any
 
 from zinf_compile.optim.eager_models import watch_steps
 
-from . import graph_compiler
+from . import entry
 
 
 def __getattr__(name: str) -> Any:
     """Return the backend, which `torch.compile` asks for once, by the name in the package's entry points."""
     if name == "zero_infinity":
         watch_steps()
-        return graph_compiler.zero_infinity
+        return entry.zero_infinity
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,18 +1,17 @@
-"""The torch.compile backend: Dynamo calls `zero_infinity` for each captured graph; `zinf dump` subclasses `GraphCompiler`."""
+"""Compiles one captured graph whose parameters are partitioned. `entry` calls it; `zinf dump` subclasses `GraphCompiler`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
 
-from zinf_compile._torch import aot_autograd, aot_settings, is_first_variant, raise_through_dynamo
+from zinf_compile._torch import aot_autograd, aot_settings, is_first_variant
 from zinf_compile.config import Config
-from zinf_compile.errors import ZinfError
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import NOTHING, ParameterSlot, Program
 from zinf_compile.ir.saved_memory import SavedMemory
@@ -74,30 +73,13 @@ _numbers: list[int] = process_wide([])
 """Numbers of the graphs compiled so far."""
 
 
-def zero_infinity(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
-) -> Compiled:
-    """Compile one captured graph so that its parameters, their gradients and optimizer states are partitioned over the ranks.
-
-    Registered as `torch.compile(..., backend="zero_infinity")`. Parameters become hollow once their graph is compiled; an
-    error before that leaves them as they were.
-    """
-    try:
-        config = Config.from_options(options, mode=mode)
-        return GraphCompiler(config, given=tuple(options or ())).compile(gm, example_inputs)
-    except ZinfError as error:
-        raise raise_through_dynamo(error) from error.__cause__
-
-
 class GraphCompiler:
     """Compiles one captured graph. `zinf dump` subclasses it to inspect the result."""
 
     backward_ahead = True
     """Compile the backward together with its forward: regions in parallel, errors before any parameter is partitioned."""
+    partitions = True
+    """Whether parameters are partitioned when the graph runs, and hold no values then."""
 
     def __init__(self, config: Config, *, given: Sequence[str] = ()) -> None:
         self._given = given
@@ -189,8 +171,9 @@ class GraphCompiler:
             self.planner.placements = self.placements
         if self.config.compute == "inductor":
             prepare(captured.device)
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
+        if self.partitions:
+            placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+            clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
         compiled = self._trace(gm, example_inputs, captured, context)
         reservations = context.memory.reservations
         if tiles_follow or asked.tile is not None or asked.device_memory is None:
@@ -207,7 +190,7 @@ class GraphCompiler:
             reservations.tiles_of = smaller
             del context.plans[plans:]
             return by_tiles.cut_as(smaller)
-        if not self.topology.host_apart:
+        if self.partitions and not self.topology.host_apart:
             return_large_blocks(self._budget.caps.device)
         self._regions.compile(rank=context.rank, ranks=context.size)
         if self._binder is not None and is_first_variant():
@@ -320,13 +303,17 @@ class GraphCompiler:
         """Insert the schedule into a graph and lower it."""
         run_passes(graph, self.graph_passes(kind))
         verify(graph)
-        inductor = partial(self._regions.collect, backward=kind == "backward") if self.config.compute == "inductor" else None
-        compile_region: RegionCompiler = self._forward_regions.of(kind, inductor or run_by_operator)
+        compile_region: RegionCompiler = self._forward_regions.of(kind, self.region_compiler(kind))
         kept = None if self.planner is None else self.planner.kept
         if kept is not None:
             compile_region = kept.noting(compile_region)
         program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=compile_region)
         return dataclasses.replace(program, buffers={}) if kind == "backward" else program
+
+    def region_compiler(self, kind: str) -> RegionCompiler:
+        """Return what compiles the regions of a graph: Inductor, or none."""
+        backward = kind == "backward"
+        return partial(self._regions.collect, backward=backward) if self.config.compute == "inductor" else run_by_operator
 
     def graph_passes(self, kind: str = "inference") -> tuple[Pass, ...]:
         """Return the passes that write the schedule of the next graph, a forward, a backward or one without."""
@@ -394,7 +381,7 @@ def _never_runs(*args: Any) -> Any:
     raise AssertionError("a graph that is measured never runs")
 
 
-__all__ = ["Compiled", "GraphCompiler", "zero_infinity"]
+__all__ = ["Compiled", "GraphCompiler"]
 
 
 install()  # at import: the first compiled call may come inside an optimizer's step(closure), which needs the hooks

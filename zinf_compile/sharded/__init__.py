@@ -47,6 +47,7 @@ offloaded_storage — The storage of values that are off the device: its size is
 offloaded_value — The value of a parameter off the device, on one process: a tensor that loads it when it is read.
 operands — Operands of an operation on shards: the arguments that have a shard, and whether they are partitioned alike.
 operators — Operators on tensors that are partitioned alike: element by element on the shards, wherever these are.
+ordinary — Models that are compiled, and whose parameters stay ordinary ones because nothing would move.
 other_graphs — Memory that other graphs will take: for parameters that no graph has seen yet, and for what earlier graphs
     don't hold yet.
 parameter — A partitioned parameter as the user's code sees it: the same object, hollow, answering for its metadata only.

@@ -1,0 +1,45 @@
+"""The torch.compile backend, which Dynamo calls for each captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from zinf_compile._torch import raise_through_dynamo
+from zinf_compile.config import Config
+from zinf_compile.errors import ZinfError
+
+from .graph_compiler import Compiled, GraphCompiler
+from .ordinary_graph import OrdinaryCompiler, nothing_moves
+
+
+def zero_infinity(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile one captured graph so that its parameters, their gradients and optimizer states are partitioned over the ranks.
+
+    Registered as `torch.compile(..., backend="zero_infinity")`. Parameters become hollow once their graph is compiled; an
+    error before that leaves them as they were. On one rank, where no option says where anything lives, all of it stays on the
+    device: then parameters stay ordinary ones.
+    """
+    return compile_captured(gm, example_inputs, options=options, mode=mode)
+
+
+def compile_captured(
+    gm: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None, mode: str | None, partition: bool = False
+) -> Compiled:
+    """Do what `zero_infinity` does; `partition`: also where nothing would move."""
+    given = tuple(options or ())
+    try:
+        config = Config.from_options(options, mode=mode)
+        ordinary = not partition and nothing_moves(config, given, inputs)
+        compiler = OrdinaryCompiler if ordinary else GraphCompiler
+        return compiler(config, given=given).compile(gm, inputs)
+    except ZinfError as error:
+        raise raise_through_dynamo(error) from error.__cause__

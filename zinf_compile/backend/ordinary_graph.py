@@ -1,0 +1,125 @@
+"""Graphs whose parameters stay ordinary ones, because nothing would move: on one rank, where no option says where anything lives.
+
+Optimizers, checkpoints and user code find tensors that hold their values. Such a graph has the regions that it would have if they
+were partitioned, and computes the same bits. A graph with other options that meets the same parameters later partitions them;
+Dynamo then compiles this one again, for partitioned ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx, nn
+
+from zinf_compile.config import Config
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.steps import Region
+from zinf_compile.passes import Pass, ordinary_passes, run_passes
+from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
+from zinf_compile.passes.lower import lower
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.host_limits import usable_bytes
+from zinf_compile.sharded.budget import GraphBudget
+from zinf_compile.sharded.ordinary import is_ordinary, note_ordinary
+from zinf_compile.sharded.parameter import unit_of
+
+from .decide_memory import Cut
+from .graph_compiler import Compiled, GraphCompiler
+
+_log = logging.getLogger("zinf_compile")
+
+OF_COMPUTE = frozenset({"compute", "on_refusal", "chunk_loss"})
+"""Options that say how a graph computes, and nothing of where anything lives or what moves."""
+
+_MORE = 3
+"""Bytes to come for each of a trained parameter: its gradient, and two states of an optimizer."""
+
+
+def nothing_moves(config: Config, given: Collection[str], inputs: Sequence[Any]) -> bool:
+    """Say whether everything that a graph reads and makes stays on the device of one rank, with options that were `given`.
+
+    It doesn't where gradients and two states of each parameter have no room there: the graph is then refused, with the options
+    that it needs, by the account of memory of one whose parameters are partitioned.
+    """
+    parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
+    if not OF_COMPUTE.issuperset(given) or any(unit_of(parameter) is not None for parameter in parameters):
+        return False
+    if dist.is_initialized() and dist.get_world_size(config.resolve_group()) > 1:
+        return False
+    if any(parameter.is_meta for parameter in parameters):
+        return False  # refused
+    if any(map(is_ordinary, parameters)):
+        return True  # they have been trained without more
+    more = {parameter.device: 0 for parameter in parameters}
+    for parameter in parameters:
+        more[parameter.device] += _MORE * parameter.nbytes * parameter.requires_grad
+    return all(count <= usable_bytes(device)[0] for device, count in more.items())
+
+
+class OrdinaryCompiler(GraphCompiler):
+    """Compiles a graph whose parameters stay ordinary ones."""
+
+    partitions = False
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        """Return the callable that Dynamo runs in place of the captured graph."""
+        compiled = super().compile(gm, example_inputs)
+        _log.info("graph %d: parameters stay ordinary ones: one rank, and no option says where anything lives", self.number)
+        return compiled
+
+    def make_budget(self, slots: Sequence[Any], inputs: Sequence[Any], context: Context) -> GraphBudget:
+        """Return a budget that refuses nothing, and reserves nothing: `nothing_moves` has found room."""
+        return GraphBudget(self.config, slots, inputs, context, self.placements, measuring=True)
+
+    def joint_passes(self) -> tuple[Pass, ...]:
+        """Return the passes of the joint graph: gradients stay as they are made."""
+        return tuple(each for each in super().joint_passes() if each is not insert_reduce_scatters)
+
+    def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Partition the joint graph into forward and backward."""
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    def _decide_memory(self, cut: Cut) -> None:
+        """Decide nothing: all of it stays."""
+
+    def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
+        """Lower the graph to its regions."""
+        run_passes(graph, ordinary_passes(bucket_bytes=self._bucket))
+        return lower(graph, name=f"{kind} of graph {self.number}", compile_region=self.region_compiler(kind))
+
+    def finish(self, program: Program, context: Context) -> Compiled:
+        """Return the callable that AOTAutograd runs."""
+        return _runner(program)
+
+
+def _runner(program: Program) -> Callable[[list[Any]], list[Any]]:
+    """Return a callable that runs the regions of a program, which has no other steps, on a list of values, which it empties."""
+    regions = [(step, freed) for step, freed in zip(program.steps, program.frees, strict=True) if isinstance(step, Region)]
+    assert len(regions) == len(program.steps), "nothing is transferred"
+    constants, more = program.constants, program.registers - program.inputs
+    outputs = [place[0] if isinstance(place, tuple) else place for place in program.outputs]
+    one = min(program.slots, default=None)
+    """A parameter: whichever model's it is, as one graph serves all that are alike."""
+
+    def run(args: list[Any]) -> list[Any]:
+        if one is not None:
+            note_ordinary(args[one])
+        registers = [*args, *[None] * more]
+        args.clear()
+        for register, value in constants.items():
+            registers[register] = value
+        for step, freed in regions:
+            values = [registers[r] for r in step.inputs]
+            for r in freed:
+                registers[r] = None
+            for place, value in zip(step.outputs, step.fn(values), strict=True):
+                if place not in freed:
+                    registers[place] = value
+        return [None if r is None else registers[r] for r in outputs]
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
+    return run
