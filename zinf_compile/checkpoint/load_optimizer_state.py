@@ -64,7 +64,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     rows = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     for key, (unit, (_, group)) in enumerate(zip(units, rows, strict=True)):
         saved = plan["state"].get(key, {})
-        if MASTER in saved and unit is not None and keeps_no_master(optimizer, group, unit):
+        if MASTER in saved and unit is not None and keeps_no_master(optimizer, group, unit.dtype, unit):
             del saved[MASTER]
     given = state["state"] if first and state is not None else {}
     large = dict(large_states(plan["state"], units))

@@ -111,6 +111,7 @@ def load_states(
     split = split_units(optimizer)
     for parameter, by_name in in_memory.items():
         unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)  # type: ignore[call-overload]
+        record.loaded_master |= unit is None and (parameter, MASTER) in large
         types = large if unit is None else _types_without_master(optimizer, parameter, by_name, large)
         kept = {n: _load_in_memory(parameter, unit, each, types[parameter, n], readings) for n, each in by_name.items()}
         moved = {n: like_step(v, parameter, optimizer) for n, v in small[parameter].items()}

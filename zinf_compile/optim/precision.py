@@ -39,20 +39,31 @@ def keep_precision(optimizer: Optimizer) -> None:
 def drop_masters(optimizer: Optimizer) -> None:
     """Round states that were loaded with master copies to the types that are kept without, where a placement has none.
 
-    They were loaded before their parameter was partitioned, when that was not known yet.
+    They were loaded before their parameter was partitioned, when that was not known yet. A step that finds none partitioned drops
+    what was loaded for all of them.
     """
+    record = record_of(optimizer)
+    all_whole = record.loaded_master and not any(
+        isinstance(parameter, ShardedParameter) for group in optimizer.param_groups for parameter in group["params"]
+    )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = states_of(optimizer, parameter) if isinstance(parameter, ShardedParameter) else None
-            if type(state) is dict and MASTER in state and keeps_no_master(optimizer, group, parameter._zinf_unit):
+            unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else None
+            state = states_of(optimizer, parameter) if unit is not None or all_whole else None
+            if type(state) is dict and MASTER in state and keeps_no_master(optimizer, group, parameter.dtype, unit):
                 types = states_kept(optimizer, group, parameter.dtype)
                 kept = {name: value for name, value in state.items() if name != MASTER}
                 optimizer.state[parameter] = {n: v.to(types[n]) if n in types else v for n, v in kept.items()}
+    record.loaded_master &= not all_whole
 
 
-def keeps_no_master(optimizer: Optimizer, group: dict[str, Any], unit: Unit) -> bool:
-    """Return whether a unit has no master copy, be it its placement's or one that the optimizer keeps itself, of that name."""
-    return unit.placement.master_of(unit.dtype) is None and MASTER not in states_kept(optimizer, group, unit.dtype)
+def keeps_no_master(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, unit: Unit | None) -> bool:
+    """Return whether a parameter has no master copy, be it its placement's or one that the optimizer keeps itself, so named.
+
+    `unit`: how it is partitioned; None: it is not.
+    """
+    placed = unit is not None and unit.placement.master_of(dtype) is not None
+    return not placed and MASTER not in states_kept(optimizer, group, dtype)
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -73,6 +73,8 @@ class OptimizerRecord:
     """Parameters, by id, whose states were counted against the caps."""
     keeps_precision: bool = False
     """Loading keeps states in the types in which they were saved."""
+    loaded_master: bool = False
+    """A master copy was loaded for a parameter that is not partitioned, or not yet."""
     loading: Mapping[Any, Mapping[str, Any]] | None = None
     """States that are being loaded, as they were saved."""
     checkpoint: str | None = None
