@@ -141,6 +141,13 @@ def test_json_and_dot_show_the_graphs_asked_for(capsys: pytest.CaptureFixture[st
     assert dot.endswith("\n}\n")
 
 
+def test_it_says_where_a_run_has_no_transfers(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "a run on one rank with these options leaves the parameters as they are"
+    assert said in zinf(capsys, "mlp", "--options", '{"compute": "fx"}')
+    assert said not in zinf(capsys, "mlp", "--options", '{"params": "device"}')
+    assert said not in zinf(capsys, "mlp", "--options", '{"compute": "fx"}', "--world", "2")
+
+
 def test_the_hash_is_that_of_the_text_and_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     alone = zinf(capsys, "mlp", *SMALL, "--hash")
     assert re.fullmatch(r"[0-9a-f]{16}\n", alone)

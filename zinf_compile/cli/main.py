@@ -12,6 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from zinf_compile.backend.ordinary_graph import OF_COMPUTE
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
 from zinf_compile.ir.program import digest_of
@@ -53,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(getattr(options, "status", 0))
 
 
+_NOTHING_MOVES = (
+    "a run on one rank with these options leaves the parameters as they are, and has none of these transfers; "
+    'one with {"params": "device"} has them'
+)
+
+
 def dump(options: argparse.Namespace) -> str:
     """Return the output of `zinf dump`: the graphs and the table, or the selected alternative."""
     for name in ("after", "diff", "hash", "ops"):
@@ -86,8 +93,10 @@ def dump(options: argparse.Namespace) -> str:
     parts = [f"# {title}, rank 0 of {options.world}\n{text}" for text, title in zip(texts, titles, strict=True)]
     if not options.after:
         parts = [f"{part}{s.plan and chr(10)}{s.plan}" for part, s in zip(parts, seen, strict=True)]
-    shapes = dict.fromkeys(s.shape.text() for s in found if s.shape is not None)
-    return "\n".join([*map(colored, parts), table(found), *shapes, f"schedule hash: {schedule_hash(found):016x}"])
+    notes = list(dict.fromkeys(s.shape.text() for s in found if s.shape is not None))
+    if options.world == 1 and OF_COMPUTE.issuperset(given or ()):
+        notes.append(_NOTHING_MOVES)
+    return "\n".join([*map(colored, parts), table(found), *notes, f"schedule hash: {schedule_hash(found):016x}"])
 
 
 def table(found: Sequence[Scheduled]) -> str:
