@@ -216,8 +216,8 @@ def _context_of(model: nn.Module, what: str) -> Context:
     context = next((p._zinf_unit.context for p in plain(model).parameters() if isinstance(p, ShardedParameter)), None)
     if context is None and any(map(is_ordinary, plain(model).parameters())):
         raise OptionError(
-            f"{what}: nothing of this {type(model).__name__} moves, and so nothing is recorded: it is on one rank, and no option "
-            'says where anything lives. With one that does, such as device_memory="8GiB" or params="device", there is a plan'
+            f"{what}: nothing of this {type(model).__name__} moves, and so nothing is recorded: it is on one rank, and all of it "
+            'lives on the device. With an option such as device_memory="8GiB" or params="device" there is a plan'
         )
     if context is None:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""One rank, where no option says where anything lives: parameters stay ordinary ones, and train as eager ones, bit by bit."""
+"""One rank, all on the device, nothing to move: parameters stay ordinary ones, and train as eager ones, bit by bit."""
 
 from __future__ import annotations
 
@@ -58,12 +58,57 @@ def test_any_number_of_rows_is_compiled_for() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [{"params": "device"}, {"bucket": "1MiB"}, {"device_memory": "1GiB"}, {"tile": "1MiB"}, {"timeout_s": 60.0}],
+    [{"params": "device"}, {"bucket": "1MiB"}, {"device_memory": "1GiB"}, {"tile": "1MiB"}, {"host_memory": "8GiB"}],
     ids=lambda option: next(iter(option)),
 )
 def test_any_other_option_partitions(option: dict[str, Any]) -> None:
     _, ours = train_both(CASES["mlp"], compiled=lambda model: as_a_user(model, **option), steps=1)
     assert types_of(ours) == {ShardedParameter}
+
+
+def test_with_a_drive_everything_that_fits_stays_ordinary(tmp_path: Path) -> None:
+    """Homes are decided, and nothing moves; another number of rows changes nothing about that."""
+    everything = {name for name, _ in Mlp().named_parameters()}
+
+    def rows(step: int, rank: int = 0) -> tuple[Any, ...]:
+        return vectors(step, rank, rows=3 + step)
+
+    _, ours = train_both(
+        Case(Mlp, rows), compiled=lambda model: as_a_user(model, nvme=tmp_path, timeout_s=60.0), whole=everything, steps=3
+    )
+    assert types_of(ours) == {nn.Parameter}
+
+
+def test_with_a_drive_what_does_not_fit_is_partitioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(lambda: nn.Sequential(nn.Linear(7, 640), nn.Linear(640, 640)), lambda step, rank: vectors(step)[:1])
+    whole = sum(parameter.nbytes for parameter in case.build().parameters())
+    monkeypatch.setattr(host_limits, "available_memory_bytes", lambda: 4 * whole)
+    eager, ours = twins(case.build)
+    call = as_a_user(ours, nvme=tmp_path)
+    for model, run in ((eager, eager), (ours, call)):
+        run(*case.batch(0, 0)).square().mean().backward()
+        adamw(model.parameters()).step()
+    assert_same_models(eager, ours)
+    assert types_of(ours) == {ShardedParameter}
+
+
+def test_what_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all on the device would lack least: a drive needs staging."""
+    monkeypatch.setattr(host_limits, "available_memory_bytes", lambda: 100)
+    eager, ours = twins(Mlp)
+    with pytest.raises(zinf_compile.BudgetError):
+        as_a_user(ours, nvme=tmp_path)(*vectors(0))
+    assert_same_models(eager, ours)
+
+
+def test_a_drive_is_used_by_a_model_that_was_ordinary(tmp_path: Path) -> None:
+    """Where a cap comes with it."""
+    eager, ours = twins(Mlp)
+    optimizer, our_optimizer = adamw(eager.parameters()), adamw(ours.parameters())
+    calls = [as_a_user(ours, nvme=tmp_path), as_a_user(ours, nvme=tmp_path, device_memory="1GiB")]
+    for number, call in enumerate([calls[0], calls[1], calls[0]]):
+        train_step_on([(eager, optimizer), (call, our_optimizer)], [eager, ours], plain_step, vectors(number), number)
+        assert types_of(ours) == {ShardedParameter if number else nn.Parameter}
 
 
 def test_one_rank_of_a_process_group_is_one_rank(tmp_path: Path) -> None:
@@ -173,7 +218,7 @@ def test_it_is_said_and_nobody_is_warned(caplog: pytest.LogCaptureFixture) -> No
     with warnings.catch_warnings(), caplog.at_level(logging.INFO, "zinf_compile"):
         warnings.simplefilter("error")
         plain_step(as_a_user(model), optimizer, vectors(0))
-    assert "parameters stay ordinary ones: one rank, and no option says where anything lives" in caplog.text
+    assert "parameters stay ordinary ones: on one rank, with these options, nothing moves" in caplog.text
 
 
 def test_a_timeline_says_that_nothing_moves() -> None:

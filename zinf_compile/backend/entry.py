@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from zinf_compile._torch import raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
 
-from .graph_compiler import Compiled, GraphCompiler
-from .ordinary_graph import OrdinaryCompiler, nothing_moves
+from .graph_compiler import Compiled, GraphCompiler, NothingMovesError
+from .ordinary_graph import OrdinaryCompiler, may_stay, nothing_moves
 
 
 def zero_infinity(
@@ -25,8 +26,8 @@ def zero_infinity(
     """Compile one captured graph so that its parameters, their gradients and optimizer states are partitioned over the ranks.
 
     Registered as `torch.compile(..., backend="zero_infinity")`. Parameters become hollow once their graph is compiled; an
-    error before that leaves them as they were. On one rank, where no option says where anything lives, all of it stays on the
-    device: then parameters stay ordinary ones.
+    error before that leaves them as they were. On one rank, where no option says where anything lives, or all was decided to live
+    on the device, parameters stay ordinary ones.
     """
     return compile_captured(gm, example_inputs, options=options, mode=mode)
 
@@ -38,8 +39,10 @@ def compile_captured(
     given = tuple(options or ())
     try:
         config = Config.from_options(options, mode=mode)
-        ordinary = not partition and nothing_moves(config, given, inputs)
-        compiler = OrdinaryCompiler if ordinary else GraphCompiler
-        return compiler(config, given=given).compile(gm, inputs)
+        stops = not partition and may_stay(config, given, inputs)
+        if not (stops and nothing_moves(given, inputs)):
+            with contextlib.suppress(NothingMovesError):
+                return GraphCompiler(config, given=given, stops=stops).compile(gm, inputs)
+        return OrdinaryCompiler(config, given=given).compile(gm, inputs)
     except ZinfError as error:
         raise raise_through_dynamo(error) from error.__cause__

@@ -73,6 +73,10 @@ _numbers: list[int] = process_wide([])
 """Numbers of the graphs compiled so far."""
 
 
+class NothingMovesError(Exception):
+    """Homes were decided, all on the device of one rank: then parameters need not be partitioned."""
+
+
 class GraphCompiler:
     """Compiles one captured graph. `zinf dump` subclasses it to inspect the result."""
 
@@ -81,9 +85,11 @@ class GraphCompiler:
     partitions = True
     """Whether parameters are partitioned when the graph runs, and hold no values then."""
 
-    def __init__(self, config: Config, *, given: Sequence[str] = ()) -> None:
+    def __init__(self, config: Config, *, given: Sequence[str] = (), stops: bool = False) -> None:
         self._given = given
         """Names of the options that the user set."""
+        self._stops = stops
+        """Whether to raise `NothingMovesError` once that is decided."""
         self.number = len(_numbers)
         _numbers.append(self.number)
         self.begin(config)
@@ -296,6 +302,8 @@ class GraphCompiler:
         assert self._budget is not None, "a graph's caps are known before it is traced"
         self.decided = decide_memory(cut, self.config, self._budget, self.homes, together=is_first_variant())
         self.placements = self.decided.placements
+        if self._stops and self.homes is not None and self.homes.all_near:
+            raise NothingMovesError
         if self.homes is not None and self.planner is not None:
             self.planner.placements = self.homes.paths
 
@@ -381,7 +389,7 @@ def _never_runs(*args: Any) -> Any:
     raise AssertionError("a graph that is measured never runs")
 
 
-__all__ = ["Compiled", "GraphCompiler"]
+__all__ = ["Compiled", "GraphCompiler", "NothingMovesError"]
 
 
 install()  # at import: the first compiled call may come inside an optimizer's step(closure), which needs the hooks

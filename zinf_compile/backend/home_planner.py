@@ -51,6 +51,8 @@ class HomePlanner:
         """Placements that the graph's transfers are for: those decided, or farther ones where other parameters look alike."""
         self.told: Callable[..., str] = str
         """Returns the plan as text, given what `tell_homes` takes beside."""
+        self.all_near = False
+        """Whether everything was decided to live on the device, and has room there."""
         self._placements = placements
         self.unseen = unseen_parameters(inputs[slot.index] for slot in slots)
         """Parameters that no graph has seen yet."""
@@ -80,7 +82,7 @@ class HomePlanner:
                 lambda homes, saving: fit_of(saving).excess(self._placed(homes, account), saving.moving),
                 at_least=lambda homes, saving: fit_of(saving).at_least(self._placed(homes, account), saving.moving),
             )
-            homes = filled.homes
+            homes, self.all_near = filled.homes, filled.excess.fits and filled.homes == account.nearest
         if self.together:
             homes = self._context.ranks.share(homes, what="sharing homes")
         account.homes = homes

@@ -1,4 +1,5 @@
-"""Graphs whose parameters stay ordinary ones, because nothing would move: on one rank, where no option says where anything lives.
+"""Graphs whose parameters stay ordinary ones, because nothing would move: on one rank, where no option says where anything lives,
+or all was decided to live on the device.
 
 Optimizers, checkpoints and user code find tensors that hold their values. Such a graph has the regions that it would have if they
 were partitioned, and computes the same bits. A graph with other options that meets the same parameters later partitions them;
@@ -32,32 +33,38 @@ from .graph_compiler import Compiled, GraphCompiler
 
 _log = logging.getLogger("zinf_compile")
 
-OF_COMPUTE = frozenset({"compute", "on_refusal", "chunk_loss"})
-"""Options that say how a graph computes, and nothing of where anything lives or what moves."""
+OF_COMPUTE = frozenset({"compute", "on_refusal", "chunk_loss", "timeout_s"})
+"""Options that say nothing of where anything lives, and of what moves."""
+
+OF_PLACES = OF_COMPUTE | {"nvme", "machine"}
+"""And those that say what there is, and bound nothing."""
 
 _MORE = 3
 """Bytes to come for each of a trained parameter: its gradient, and two states of an optimizer."""
 
 
-def nothing_moves(config: Config, given: Collection[str], inputs: Sequence[Any]) -> bool:
-    """Say whether everything that a graph reads and makes stays on the device of one rank, with options that were `given`.
+def may_stay(config: Config, given: Collection[str], inputs: Sequence[Any]) -> bool:
+    """Say whether a graph's parameters may stay ordinary ones on one rank, with options that were `given`, if nothing moves."""
+    if not OF_PLACES.issuperset(given) or any(unit_of(value) is not None for value in inputs):
+        return False
+    if any(isinstance(value, nn.Parameter) and value.is_meta for value in inputs):
+        return False  # refused
+    return not dist.is_initialized() or dist.get_world_size(config.resolve_group()) == 1
+
+
+def nothing_moves(given: Collection[str], inputs: Sequence[Any]) -> bool:
+    """Say whether everything that a graph reads and makes stays on the device, as far as that is known before it is traced.
 
     It doesn't where gradients and two states of each parameter have no room there: the graph is then refused, with the options
-    that it needs, by the account of memory of one whose parameters are partitioned.
+    that it needs, by the account of memory of one whose parameters are partitioned. What was used as it is has the room.
     """
     parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
-    if not OF_COMPUTE.issuperset(given) or any(unit_of(parameter) is not None for parameter in parameters):
-        return False
-    if dist.is_initialized() and dist.get_world_size(config.resolve_group()) > 1:
-        return False
-    if any(parameter.is_meta for parameter in parameters):
-        return False  # refused
     if any(map(is_ordinary, parameters)):
-        return True  # they have been trained without more
+        return True
     more = {parameter.device: 0 for parameter in parameters}
     for parameter in parameters:
         more[parameter.device] += _MORE * parameter.nbytes * parameter.requires_grad
-    return all(count <= usable_bytes(device)[0] for device, count in more.items())
+    return OF_COMPUTE.issuperset(given) and all(count <= usable_bytes(device)[0] for device, count in more.items())
 
 
 class OrdinaryCompiler(GraphCompiler):
@@ -68,7 +75,7 @@ class OrdinaryCompiler(GraphCompiler):
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
         compiled = super().compile(gm, example_inputs)
-        _log.info("graph %d: parameters stay ordinary ones: one rank, and no option says where anything lives", self.number)
+        _log.info("graph %d: parameters stay ordinary ones: on one rank, with these options, nothing moves", self.number)
         return compiled
 
     def make_budget(self, slots: Sequence[Any], inputs: Sequence[Any], context: Context) -> GraphBudget:
