@@ -70,7 +70,8 @@ def train(
 ) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-    call: Any = torch.compile(model, backend="zero_infinity", options={"compute": "fx"}) if compiled else model
+    options = {"compute": "fx", "params": "device"}
+    call: Any = torch.compile(model, backend="zero_infinity", options=options) if compiled else model
     optimizer = kind(model.parameters())
     held = 0
     for step in range(7):

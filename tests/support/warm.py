@@ -38,11 +38,12 @@ def _train() -> None:
     """
     torch.ones((), requires_grad=True).backward()
     graphs = counters["stats"]["unique_graphs"]
+    options = {"compute": "fx", "params": "device"}
     for in_place in (True, False):
         model = _Model()
         if in_place:
-            model.compile(backend="zero_infinity", options={"compute": "fx"})
-        compiled = model if in_place else torch.compile(model, backend="zero_infinity", options={"compute": "fx"})
+            model.compile(backend="zero_infinity", options=options)
+        compiled = model if in_place else torch.compile(model, backend="zero_infinity", options=options)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             compiled(torch.ones(2, 4)).backward()
