@@ -238,7 +238,7 @@ def peak_beside_ours(options: dict[str, Any]) -> int:
 
 
 def test_the_peak_is_that_of_the_ledger() -> None:
-    assert peak_beside_ours({}) == peak_beside_ours({"params": "host"})
+    assert peak_beside_ours({"params": "device"}) == peak_beside_ours({"params": "host"})
 
 
 @pytest.mark.parametrize("end", ["reset", "del"])

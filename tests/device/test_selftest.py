@@ -56,7 +56,7 @@ def test_gradients_a_peak_within_the_cap_and_a_second_model() -> None:
 
 def test_a_peak_beyond_the_cap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     train = selftest_training.train
-    monkeypatch.setattr(selftest_training, "train", lambda device, options: train(device, {}))
+    monkeypatch.setattr(selftest_training, "train", lambda device, options: train(device, {"params": "device"}))
     assert not selftest_training.peak(LATE).passed
 
 

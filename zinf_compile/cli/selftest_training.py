@@ -131,7 +131,7 @@ def inductor(device: torch.device) -> Finding:
         raise NotHere(f"Inductor has no code for {device.type}")
     host = {"params": "host", "grads": "host", "optimizer": "host", "update": "device"}
     with kernels_by_rule():
-        expected = train(device, {"compute": "inductor"})
+        expected = train(device, {"compute": "inductor", "params": Tier.DEVICE})
         found = train(device, {"compute": "inductor", **host})
     return Finding(found.same(expected), f"states on the host: {found.digest()}, on the device: {expected.digest()}")
 
@@ -155,7 +155,7 @@ def kernels_by_rule() -> Iterator[None]:
 
 def peak(device: torch.device) -> Finding:
     """Compare what PyTorch's allocator gave out with a cap below what everything on the device takes."""
-    all_there = train(device, {})
+    all_there = train(device, {"params": Tier.DEVICE})
     cap = all_there.before + (all_there.allocated - all_there.before) * 9 // 10
     found = train(device, {"device_memory": cap, "bucket": "64KiB"})
     ours, taken = found.account["memory"][Tier.DEVICE]["peak"]["all"], found.allocated
