@@ -248,6 +248,21 @@ def test_what_has_no_room_for_states_is_partitioned(monkeypatch: pytest.MonkeyPa
     assert types_of(ours) == {ShardedParameter}
 
 
+def test_an_evaluation_needs_no_room_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that comes after it does, and is refused if there is none."""
+    eager, ours = twins(Mlp)
+    monkeypatch.setattr(host_limits, "available_memory_bytes", lambda: 100)
+    call = as_a_user(ours)
+    with torch.no_grad():
+        for rows in (3, 5):
+            assert_same("the result", eager(*vectors(0, rows=rows)), call(*vectors(0, rows=rows)))
+    assert types_of(ours) == {nn.Parameter}
+    with pytest.raises(zinf_compile.BudgetError, match="the model needs"):
+        call(*vectors(0))
+    assert types_of(ours) == {nn.Parameter}
+    assert_same_models(eager, ours)
+
+
 def test_a_variant_of_a_graph_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = twins(Mlp)
     call = as_a_user(ours)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
@@ -56,13 +57,14 @@ def nothing_moves(given: Collection[str], inputs: Sequence[Any]) -> bool:
     """Say whether everything that a graph reads and makes stays on the device, as far as that is known before it is traced.
 
     It doesn't where gradients and two states of each parameter have no room there: the graph is then refused, with the options
-    that it needs, by the account of memory of one whose parameters are partitioned. What was used as it is has the room.
+    that it needs, by the account of memory of one whose parameters are partitioned. What was trained as it is has the room; what
+    is evaluated needs none.
     """
     parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
     if any(map(is_ordinary, parameters)):
         return True
     more = {parameter.device: 0 for parameter in parameters}
-    for parameter in parameters:
+    for parameter in parameters if torch.is_grad_enabled() else ():
         more[parameter.device] += _MORE * parameter.nbytes * parameter.requires_grad
     return OF_COMPUTE.issuperset(given) and all(count <= usable_bytes(device)[0] for device, count in more.items())
 
@@ -71,9 +73,12 @@ class OrdinaryCompiler(GraphCompiler):
     """Compiles a graph whose parameters stay ordinary ones."""
 
     partitions = False
+    _trains = True
+    """Whether gradients may be asked for."""
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
+        self._trains = torch.is_grad_enabled()
         compiled = super().compile(gm, example_inputs)
         _log.info("graph %d: parameters stay ordinary ones: on one rank, with these options, nothing moves", self.number)
         return compiled
@@ -100,16 +105,19 @@ class OrdinaryCompiler(GraphCompiler):
 
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""
-        return _runner(program)
+        return _runner(program, notes=self._trains)
 
 
-def _runner(program: Program) -> Callable[[list[Any]], list[Any]]:
-    """Return a callable that runs the regions of a program, which has no other steps, on a list of values, which it empties."""
+def _runner(program: Program, *, notes: bool) -> Callable[[list[Any]], list[Any]]:
+    """Return a callable that runs the regions of a program, which has no other steps, on a list of values, which it empties.
+
+    `notes`: it is part of a training, and what it uses is noted as ordinary.
+    """
     regions = [(step, freed) for step, freed in zip(program.steps, program.frees, strict=True) if isinstance(step, Region)]
     assert len(regions) == len(program.steps), "nothing is transferred"
     constants, more = program.constants, program.registers - program.inputs
     outputs = [place[0] if isinstance(place, tuple) else place for place in program.outputs]
-    one = min(program.slots, default=None)
+    one = min(program.slots, default=None) if notes else None
     """A parameter: whichever model's it is, as one graph serves all that are alike."""
 
     def run(args: list[Any]) -> list[Any]:
