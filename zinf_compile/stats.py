@@ -37,8 +37,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     `now`, at the `peak` and at the `peak_last_step`, by kind, as `memory` gives them, and of all kinds together. `activations`:
     what a forward of each graph saves, by what becomes of it (`keep`, `host`, `nvme`, bytes), and under a declared
     `device_memory` the bytes that are `held` on the device and the most that were (`peak`), results included. `caps`: the limits
-    of the schedule. Empty before the first compiled call, and where nothing moves: on one rank, where no option says where
-    anything lives.
+    of the schedule. Empty before the first compiled call, and where parameters stay ordinary ones: on one rank, where nothing
+    moves.
     """
     context = next((p._zinf_unit.context for p in plain(model).parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:

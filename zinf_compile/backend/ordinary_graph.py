@@ -63,10 +63,12 @@ def nothing_moves(given: Collection[str], inputs: Sequence[Any]) -> bool:
     parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
     if any(map(is_ordinary, parameters)):
         return True
+    if not OF_COMPUTE.issuperset(given):
+        return False  # homes are decided
     more = {parameter.device: 0 for parameter in parameters}
     for parameter in parameters if torch.is_grad_enabled() else ():
         more[parameter.device] += _MORE * parameter.nbytes * parameter.requires_grad
-    return OF_COMPUTE.issuperset(given) and all(count <= usable_bytes(device)[0] for device, count in more.items())
+    return all(count <= usable_bytes(device)[0] for device, count in more.items())
 
 
 class OrdinaryCompiler(GraphCompiler):

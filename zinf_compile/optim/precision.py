@@ -36,25 +36,20 @@ def keep_precision(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_post_hook(_after_load)
 
 
-def drop_masters(optimizer: Optimizer) -> None:
+def drop_masters(optimizer: Optimizer, *, whole: bool = False) -> None:
     """Round states that were loaded with master copies to the types that are kept without, where a placement has none.
 
-    They were loaded before their parameter was partitioned, when that was not known yet. A step that finds none partitioned drops
-    what was loaded for all of them.
+    They were loaded before their parameter was partitioned, when that was not known yet. `whole`: no parameter of the optimizer
+    is partitioned, and those of all are rounded.
     """
-    record = record_of(optimizer)
-    all_whole = record.loaded_master and not any(
-        isinstance(parameter, ShardedParameter) for group in optimizer.param_groups for parameter in group["params"]
-    )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else None
-            state = states_of(optimizer, parameter) if unit is not None or all_whole else None
+            state = states_of(optimizer, parameter) if whole or unit is not None else None
             if type(state) is dict and MASTER in state and keeps_no_master(optimizer, group, parameter.dtype, unit):
                 types = states_kept(optimizer, group, parameter.dtype)
                 kept = {name: value for name, value in state.items() if name != MASTER}
                 optimizer.state[parameter] = {n: v.to(types[n]) if n in types else v for n, v in kept.items()}
-    record.loaded_master &= not all_whole
 
 
 def keeps_no_master(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, unit: Unit | None) -> bool:

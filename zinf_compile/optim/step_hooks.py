@@ -102,7 +102,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not hollow and not split_units(optimizer):
         check_compiled(optimizer)
         if record.loaded_master:
-            drop_masters(optimizer)
+            record.loaded_master = False
+            drop_masters(optimizer, whole=True)
         return run_on_stand_in(optimizer, args, kwargs, partial(_fill_entered, optimizer))
     sources = _check(optimizer, hollow)
     kwargs = dict(kwargs)
