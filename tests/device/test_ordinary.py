@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import late
@@ -43,3 +44,35 @@ def test_states_leave_the_device_once_an_option_says_so() -> None:
         found = [loss.cpu() for loss in losses]
     check()
     assert same(found, expected)
+
+
+def test_a_model_on_two_devices() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.near, self.far, self.last = nn.Linear(7, 11), nn.Linear(11, 5), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            middle = self.far(self.near(x).relu().to(self.far.weight.device))
+            return self.last(middle.sin().to(self.last.weight.device)).square().mean()
+
+    torch.manual_seed(7)
+    eager = Halves()
+    ours = copy.deepcopy(eager)
+    ours.far.to("late")
+    called = torch.compile(ours, backend="zero_infinity", options={"compute": "fx"})
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (eager, ours)]
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(4, 7)
+        losses = []
+        for model, optimizer in zip((eager, called), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(model(x))
+            losses[-1].backward()
+            optimizer.step()
+        assert torch.equal(losses[0], losses[1])
+    check()
+    for expected, found in zip(eager.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(expected, found.detach().cpu())
+    assert {(type(p), p.device.type) for p in ours.parameters()} == {(nn.Parameter, "cpu"), (nn.Parameter, "late")}

@@ -31,8 +31,10 @@ from zinf_compile.passes.graph.node_facts import mark_buffer, mark_name, mark_sl
 from zinf_compile.runtime.comm.shard_group import ShardGroup
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.system.accelerator import converting_methods
-from zinf_compile.sharded.eligibility import reject_unsupported
+from zinf_compile.sharded.eligibility import problem_of, reject_unsupported
 from zinf_compile.sharded.parameter import unit_of
+
+from .wrappers import reject_wrappers
 
 _log = logging.getLogger("zinf_compile")
 
@@ -48,8 +50,16 @@ class Captured:
     device: torch.device
 
 
-def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
-    """Describe the graph's inputs; raise `UnsupportedModelError` where a parameter can't be partitioned."""
+def read_inputs(gm: fx.GraphModule, inputs: Sequence[object], *, partitions: bool) -> Captured:
+    """Describe the graph's inputs; raise `UnsupportedModelError` for what can't be compiled, or partitioned if it is to be."""
+    if partitions:
+        reject_wrappers()
+    captured = _read_to_partition(gm, inputs) if partitions else _read_ordinary(gm, inputs)
+    _reject_assignments(gm, captured, partitions=partitions)
+    return captured
+
+
+def _read_to_partition(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
     attached = [name for name, _ in gm.named_parameters()]
     if attached:
         raise UnsupportedModelError(
@@ -57,16 +67,12 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
             "can't be partitioned. Set torch._dynamo.config.inline_inbuilt_nn_modules = True and, for evaluations, "
             "torch._inductor.config.freezing = False (TORCHINDUCTOR_FREEZING=0): their defaults"
         )
+    names = _names(gm)
     slots: dict[int, ParameterSlot] = {}
-    buffers: dict[int, str] = {}
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    names = {index: captured_name(node) for index, node in enumerate(placeholders)}
-    for index, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+    for index, value in enumerate(inputs):
         if isinstance(value, nn.Parameter):
             slots[index] = ParameterSlot.of(value, names[index], index=index)
             reject_unsupported(value, slots[index])
-        elif isinstance(value, torch.Tensor) and is_buffer(node):
-            buffers[index] = names[index]
     devices = {slot.device: slot for slot in slots.values()}
     if len(devices) > 1:
         first, second = list(devices.values())[:2]
@@ -84,7 +90,34 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
         raise UnsupportedModelError(
             f"input {foreign[0][0]} is on {foreign[0][1]}, the parameters are on {device}; move both to one device"
         )
-    return Captured(slots, buffers, names, device)
+    return Captured(slots, _buffers(gm, inputs), names, device)
+
+
+def _read_ordinary(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
+    """Leave out the parameters that couldn't be partitioned, of which nothing needs a slot."""
+    names = _names(gm)
+    parameters = {index: value for index, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
+    described = {index: ParameterSlot.of(value, names[index], index=index) for index, value in parameters.items()}
+    slots = {index: slot for index, slot in described.items() if problem_of(parameters[index], slot) is None}
+    device = next((slot.device for slot in (slots or described).values()), torch.device("cpu"))
+    slots = {index: slot for index, slot in slots.items() if slot.device == device}
+    return Captured(slots, _buffers(gm, inputs), names, device)
+
+
+def _names(gm: fx.GraphModule) -> dict[int, str]:
+    """Return the user's name for each input."""
+    placeholders = (node for node in gm.graph.nodes if node.op == "placeholder")
+    return {index: captured_name(node) for index, node in enumerate(placeholders)}
+
+
+def _buffers(gm: fx.GraphModule, inputs: Sequence[object]) -> dict[int, str]:
+    """Return the names of the inputs that are buffers."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return {
+        index: captured_name(node)
+        for index, (node, value) in enumerate(zip(placeholders, inputs, strict=True))
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and is_buffer(node)
+    }
 
 
 def cut_into_tiles(
@@ -116,8 +149,12 @@ def cut_into_tiles(
     return dataclasses.replace(captured, slots=slots)
 
 
-def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:
-    """Write slots and buffers onto the placeholders of a graph that AOTAutograd made."""
+def mark_inputs(gm: fx.GraphModule, captured: Captured, *, partitions: bool) -> None:
+    """Write slots and buffers onto the placeholders of a joint or inference graph that AOTAutograd made.
+
+    Raises `UnsupportedModelError`, with the user's line, where parameters are partitioned and the graph writes to one, or makes a
+    sparse gradient.
+    """
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             break
@@ -129,19 +166,25 @@ def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:
             mark_slot(node, captured.slots[index])
         elif index in captured.buffers:
             mark_buffer(node, captured.buffers[index])
+    if partitions:
+        _reject_mutations(gm, captured)
+        _reject_sparse_gradients(gm, captured)
 
 
-def reject_assignments(gm: fx.GraphModule, captured: Captured) -> None:
-    """Raise `UnsupportedModelError`, with the user's line, where a captured graph runs `parameter.data = value`.
+def _reject_assignments(gm: fx.GraphModule, captured: Captured, *, partitions: bool) -> None:
+    """Raise `UnsupportedModelError`, with the user's line, where a captured graph runs `tensor.data = value`.
 
     Assigning a parameter to itself is dropped: a forward that calls `module.to(...)` does so if no conversion is needed.
+    `partitions`: parameters with slots are partitioned, and no other writes to them work, either.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    names = {placeholders[index]: name for index, name in captured.names.items()}
     slots = {placeholders[index]: slot for index, slot in captured.slots.items()}
     for node in list(gm.graph.nodes):
-        if node.target in DATA_ASSIGNMENTS and node.args[0] in slots:
-            if not _assigns_itself(node, slots[node.args[0]]):
-                raise _mutation(slots[node.args[0]], node)
+        if node.target in DATA_ASSIGNMENTS and node.args[0] in names:
+            slot = slots.get(node.args[0])
+            if slot is None or not _assigns_itself(node, slot):
+                raise _mutation(slot, node) if slot is not None and partitions else _assignment(names[node.args[0]], node)
             for bookkeeping in [*node.users, node]:  # Dynamo compensates for the version that set_ increments
                 gm.graph.erase_node(bookkeeping)
     gm.recompile()
@@ -174,7 +217,7 @@ def explaining_empty_inputs(captured: Captured, inputs: Sequence[object]) -> Ite
         raise
 
 
-def reject_mutations(gm: fx.GraphModule, captured: Captured) -> None:
+def _reject_mutations(gm: fx.GraphModule, captured: Captured) -> None:
     """Raise `UnsupportedModelError`, with the user's line, where the graph writes to a parameter."""
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     results = output.args[0]
@@ -184,7 +227,7 @@ def reject_mutations(gm: fx.GraphModule, captured: Captured) -> None:
             raise _mutation(slot, results[position])
 
 
-def reject_sparse_gradients(joint: fx.GraphModule, captured: Captured) -> None:
+def _reject_sparse_gradients(joint: fx.GraphModule, captured: Captured) -> None:
     """Raise `UnsupportedModelError`, with the user's line, where a parameter gets a sparse gradient."""
     output = next(node for node in reversed(joint.graph.nodes) if node.op == "output")
     results = output.args[0]
@@ -203,6 +246,13 @@ def _mutation(slot: ParameterSlot, culprit: object) -> UnsupportedModelError:
         f"the model changes parameter {slot.name} in its forward, where it is partitioned (Embedding(max_norm=...), weight "
         "clipping, a moving average of weights). Change parameters between steps, inside "
         f"`with zinf_compile.gathered(model, write=True):`{_at(culprit)}"
+    )
+
+
+def _assignment(name: str, culprit: fx.Node) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the model assigns to the data of {name} in its forward; accepted: in-place writes ({name}.data.copy_(value)), and "
+        f"assignments between its calls{_at(culprit)}"
     )
 
 

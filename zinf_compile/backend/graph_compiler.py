@@ -39,18 +39,7 @@ from zinf_compile.sharded.recompile_limit import raise_limit
 
 from .bind import Binder
 from .budgets_by_tiles import BudgetsByTiles
-from .capture import (
-    Captured,
-    cut_into_tiles,
-    explaining_empty_inputs,
-    log_tiles,
-    mark_inputs,
-    read_inputs,
-    reject_assignments,
-    reject_mutations,
-    reject_sparse_gradients,
-    tell_of_tiles,
-)
+from .capture import Captured, cut_into_tiles, explaining_empty_inputs, log_tiles, mark_inputs, read_inputs, tell_of_tiles
 from .choices import Choices
 from .decide_memory import Cut, MemoryDecision, decide_memory
 from .double_backward import reject_double_backward
@@ -66,7 +55,6 @@ from .run_graph import runner
 from .saved_values import SavedSpace, refuse_activation_budget
 from .static_shapes import with_static_shapes
 from .tiles_of_inputs import follows_cap, may_cut, note_tiles, recut_inputs
-from .wrappers import reject_wrappers
 
 Compiled = Callable[..., Any]
 _numbers: list[int] = process_wide([])
@@ -118,10 +106,8 @@ class GraphCompiler:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
-        reject_wrappers()
         refuse_closed(example_inputs)
-        captured = read_inputs(gm, example_inputs)
-        reject_assignments(gm, captured)
+        captured = read_inputs(gm, example_inputs, partitions=self.partitions)
         asked = self.config
         config = self.config = follow_units(asked, self._given, example_inputs)
         group, signature = config.resolve_group(), config.signature()
@@ -210,9 +196,7 @@ class GraphCompiler:
         assert losses is not None, "how losses are computed is known before a graph is traced"
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            mark_inputs(joint, captured)
-            reject_mutations(joint, captured)
-            reject_sparse_gradients(joint, captured)
+            mark_inputs(joint, captured, partitions=self.partitions)
             losses.decide(joint)
             self.run_joint_passes(joint)
             joint.recompile()
@@ -221,8 +205,7 @@ class GraphCompiler:
         def stage(kind: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
             def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Compiled:
                 if kind == "inference":
-                    mark_inputs(graph, captured)
-                    reject_mutations(graph, captured)
+                    mark_inputs(graph, captured, partitions=self.partitions)
                     losses.decide(graph)
                     self.run_inference_passes(graph)
                     self._decide_memory(Cut((graph,), None, self._bucket))

@@ -75,15 +75,14 @@ class OrdinaryCompiler(GraphCompiler):
     """Compiles a graph whose parameters stay ordinary ones."""
 
     partitions = False
-    _trains = True
-    """Whether gradients may be asked for."""
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
-        self._trains = torch.is_grad_enabled()
+        trains = torch.is_grad_enabled()
         compiled = super().compile(gm, example_inputs)
         _log.info("graph %d: parameters stay ordinary ones: on one rank, with these options, nothing moves", self.number)
-        return compiled
+        one = next((index for index, value in enumerate(example_inputs) if isinstance(value, nn.Parameter)), None)
+        return compiled if one is None or not trains else _noting(compiled, one)
 
     def make_budget(self, slots: Sequence[Any], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return a budget that refuses nothing, and reserves nothing: `nothing_moves` has found room."""
@@ -107,24 +106,30 @@ class OrdinaryCompiler(GraphCompiler):
 
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""
-        return _runner(program, notes=self._trains)
+        return _runner(program)
 
 
-def _runner(program: Program, *, notes: bool) -> Callable[[list[Any]], list[Any]]:
-    """Return a callable that runs the regions of a program, which has no other steps, on a list of values, which it empties.
+def _noting(compiled: Compiled, one: int) -> Compiled:
+    """Return a compiled graph of a training that notes one of its inputs, a parameter, as ordinary at each call.
 
-    `notes`: it is part of a training, and what it uses is noted as ordinary.
+    One graph serves all models that are alike: which one's it is, a call says.
     """
+
+    def run(*args: Any) -> Any:
+        note_ordinary(args[one])
+        return compiled(*args)
+
+    return run
+
+
+def _runner(program: Program) -> Callable[[list[Any]], list[Any]]:
+    """Return a callable that runs the regions of a program, which has no other steps, on a list of values, which it empties."""
     regions = [(step, freed) for step, freed in zip(program.steps, program.frees, strict=True) if isinstance(step, Region)]
     assert len(regions) == len(program.steps), "nothing is transferred"
     constants, more = program.constants, program.registers - program.inputs
     outputs = [place[0] if isinstance(place, tuple) else place for place in program.outputs]
-    one = min(program.slots, default=None) if notes else None
-    """A parameter: whichever model's it is, as one graph serves all that are alike."""
 
     def run(args: list[Any]) -> list[Any]:
-        if one is not None:
-            note_ordinary(args[one])
         registers = [*args, *[None] * more]
         args.clear()
         for register, value in constants.items():

@@ -12,6 +12,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from zinf_compile._torch import LEAVES_RECURRENT_FORWARDS, own_backends
@@ -79,6 +80,8 @@ def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str)
     parameters = list(module.parameters())
     if trained.isdisjoint(parameters) or any(map(_is_known, parameters)):
         return
+    if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in module.modules()):
+        return  # graphs read what it has gathered, never these
     groups = [given.get("options", given).get("process_group") for _, given in own_backends(module)]
     size = max(dist.get_world_size(group) for group in groups) if dist.is_initialized() else 1
     layers = (type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase))
