@@ -238,64 +238,68 @@ class UpdateRoute:
         return self.link.topology.step_buffers(tier, update_on_device=self.update_on_device)
 
     def bring(self, rows: Sequence[tuple[Location, StagingBuffers]], under_way: list[Pending]) -> list[torch.Tensor]:
-        """Start to bring pieces; return where each will be. What to wait for is added to `under_way`."""
+        """Start to bring pieces; return where each will be. What to wait for is added to `under_way`.
+
+        Those in the memory of the other side come by one copy, and those that one request reads from a drive go on by one.
+        """
         away = [number for number, (place, _) in enumerate(rows) if place.tensor is None]
         reads = [(rows[number][0], there(rows[number][1].host)) for number in away]
         reading = dict(zip(away, move_together(reads, by=self._by, write=False), strict=True))
         under_way += dict.fromkeys(reading.values())
-        return [
-            self._bring_from_memory(place, staging, under_way)
-            if number not in reading
-            else self._bring_on(reading[number], staging, under_way)
-            for number, (place, staging) in enumerate(rows)
-        ]
-
-    def _bring_from_memory(self, place: Location, staging: StagingBuffers, under_way: list[Pending]) -> torch.Tensor:
-        assert place.tensor is not None, "it is in memory"
-        if not crosses(place, self._updated, self.link):
-            self.link.wait_read(place.tensor)
-            return place.tensor
-        buffer = there(staging.device if self.update_on_device else staging.host)
-        under_way.append(move(place, Location(buffer, on_device=self.update_on_device), by=self._by))
-        return buffer
-
-    def _bring_on(self, reading: Pending, staging: StagingBuffers, under_way: list[Pending]) -> torch.Tensor:
-        """Bring a piece on that is read from a drive to host memory."""
-        host = there(staging.host)
-        if not self.device_apart:
-            return host
-        device = there(staging.device)
-        under_way.append(move(on_host(host), Location(device), by=self._by, after=reading))
-        return device
+        found, at_hand = list[torch.Tensor](), list[torch.Tensor]()
+        copies: dict[Pending | None, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """By what they come after: source and destination of each."""
+        for number, (place, staging) in enumerate(rows):
+            source = there(staging.host) if place.tensor is None else place.tensor
+            if self.device_apart if place.tensor is None else crosses(place, self._updated, self.link):
+                found.append(there(staging.device if self.update_on_device else staging.host))
+                copies.setdefault(reading.get(number), []).append((source, found[-1]))
+            else:
+                found.append(source)
+                at_hand += [] if place.tensor is None else [source]
+        if at_hand:
+            self.link.wait_read(*at_hand)
+        for before, group in copies.items():
+            under_way.append(self._copy(group, [] if before is None else [before], to_device=self.update_on_device))
+        return found
 
     def keep(
         self, rows: Sequence[tuple[Location, torch.Tensor, StagingBuffers]], under_way: list[Pending]
     ) -> list[Pending | None]:
         """Start to bring updated pieces back to their places; what to wait for before their memory changes is in `under_way`.
 
-        Return for each the transfer to memory on the other side, if it is one.
+        Return for each the transfer to memory on the other side, if it is one. All of those are one copy, and so are those that
+        go on to a drive.
         """
-        found = list[Pending | None]()
-        writes, before = list[tuple[Location, torch.Tensor]](), list[Pending]()
-        for place, piece, staging in rows:
-            source, pending = Location(piece, on_device=self.update_on_device), None
+        writes, to_drives = list[tuple[Location, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
+        crossing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for number, (place, piece, staging) in enumerate(rows):
+            source = Location(piece, on_device=self.update_on_device)
             if place.tensor is not None:
-                moving = move(source, place, by=self._by)
-                pending = moving if crosses(source, place, self.link) else None
-                under_way += [] if pending is None else [pending]
+                if crosses(source, place, self.link):
+                    crossing[number] = (piece, place.tensor)
+                else:
+                    move(source, place, by=self._by)
             elif self.device_apart:
-                host = there(staging.host)
-                before.append(move(source, on_host(host), by=self._by))
-                under_way.append(before[-1])
-                writes.append((place, host))
+                writes.append((place, there(staging.host)))
+                to_drives.append((piece, writes[-1][1]))
             else:
                 writes.append((place, piece))
-            found.append(pending)
-        if before:
-            under_way.append(self._submit(_Write(writes, before, self._by)))
+        found: dict[int, Pending] = {}
+        if crossing:
+            under_way.append(self._copy(list(crossing.values()), [], to_device=not self.update_on_device))
+            found = dict.fromkeys(crossing, under_way[-1])
+        if to_drives:
+            copying = self._copy(to_drives, [], to_device=False)
+            under_way += [copying, self._submit(_Write(writes, [copying], self._by))]
         else:
             under_way += dict.fromkeys(move_together(writes, by=self._by, write=True))
-        return found
+        return [found.get(number) for number in range(len(rows))]
+
+    def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Pending], *, to_device: bool) -> Pending:
+        """Start to copy several pieces over the link, as one."""
+        copy = self.link.to_device_together if to_device else self.link.to_host_together
+        return copy([source for source, _ in pairs], [into for _, into in pairs], after)
 
     def copy_out(self, piece: torch.Tensor, into: torch.Tensor) -> None:
         """Copy a piece from where it is updated to host memory, and wait for it."""

@@ -127,3 +127,27 @@ def test_what_one_read_brings_to_the_host_goes_on_by_one_copy(
     assert groups.count(7) >= 3
     in_memory, _ = trained(issued)
     assert all(map(torch.equal, together, in_memory))
+
+
+@pytest.mark.parametrize(
+    ("options", "arriving", "leaving"),
+    [
+        ({**HOST, "update": "device"}, 3, 3),
+        ({"params": "host", "grads": "device", "optimizer": "device"}, 3, 1),
+        ({"params": "device", "grads": "device", "optimizer": "host"}, 1, 1),
+    ],
+    ids=["updated on the device", "parameters on the host", "states on the host"],
+)
+def test_one_copy_brings_what_a_chunk_updates(
+    options: dict[str, str], arriving: int, leaving: int, issued: dict[str, int]
+) -> None:
+    """With its gradients and states, and one takes the values back, another the states, whatever the number of parameters."""
+    counts = []
+    for layers in (4, 6):
+        torch.compiler.reset()
+        issued.clear()
+        with late.delays(0.001, seed=2):
+            train("late", options, layers=layers, micro_batches=1, before_step=lambda model: None)
+        assert late.defects() == []
+        counts.append((issued["zinf host to device"], issued[OUT] - (4 * layers if options["params"] == "host" else 0)))
+    assert counts == [(3 * arriving, 3 * leaving)] * 2, "those of partitioning aside"

@@ -75,6 +75,7 @@ class ChunkStep:
         self.state.clear()
         brought = self._buffer.brought.values()
         values: dict[int, KeptPiece] = {}
+        kept: list[KeptPiece] = []
         for number, ((parameter, part), (piece, value), columns) in enumerate(zip(parts, self._pieces, brought, strict=True)):
             part.grad = None
             scalars, large = self.scalar_states.setdefault(parameter, {}), set[str]()
@@ -90,10 +91,11 @@ class ChunkStep:
                     continue
                 large.add(name)
                 if self._moves(state, columns.get(name)):
-                    self._finish_state(parameter, piece, name, state, staging)
+                    kept += self._finish_state(parameter, piece, name, state)
             self._large[parameter] = large
             self._owner.applied(parameter)
         arriving = dict(zip(values, self._keep(list(values.values()), staging), strict=True))
+        self._keep(kept, staging)  # behind the values, which the next forward waits for
         self._arriving = [[pending] if (pending := arriving.get(number)) is not None else [] for number in range(len(parts))]
         self._owner.write(self._number, self._buffer)
 
@@ -153,22 +155,21 @@ class ChunkStep:
     def _is_large(self, name: str, state: Any) -> bool:
         return isinstance(state, torch.Tensor) and (state.numel() > 1 or name in self._kept)
 
-    def _finish_state(
-        self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, staging: Mapping[str, StagingBuffers]
-    ) -> None:
+    def _finish_state(self, parameter: ShardedParameter, piece: Piece, name: str, state: Any) -> list[KeptPiece]:
+        """Return what is to be kept: one on a drive is written from its place in the buffer."""
         if name not in self._kept:
             raise UnsupportedOptimizerError(
                 f"state {name!r} for parameter {parameter._zinf_unit.name} appeared after its states were laid out (found then: "
                 f"{', '.join(self._kept) or 'none'}): make a new optimizer after changing its flags"
             )
-        elif name in self._states:
+        if name in self._states:
             place = part_of(self._states[name], piece)
             if state.data_ptr() != place.data_ptr():
                 place.copy_(state)
-        else:
-            if name not in self._owner.table.present(parameter, self._optimizer):
-                self._owner.start_state(parameter, name, state.dtype)
-            self._keep([(parameter, piece, name, state)], staging)
+            return []
+        if name not in self._owner.table.present(parameter, self._optimizer):
+            self._owner.start_state(parameter, name, state.dtype)
+        return [(parameter, piece, name, state)]
 
     def _keep(self, kept: Sequence[KeptPiece], staging: Mapping[str, StagingBuffers]) -> list[Pending | None]:
         return self._owner.keep_pieces(kept, staging, self._optimizer, self._buffer.under_way)

@@ -25,7 +25,7 @@ class Copying:
 
 def test_what_was_updated_on_the_device_is_written_once_it_is_copied_and_nobody_waits() -> None:
     copying, written = Copying(), threading.Event()
-    link: Any = SimpleNamespace(topology=Topology(host_apart=True), to_host=lambda piece, host, before: copying)
+    link: Any = SimpleNamespace(topology=Topology(host_apart=True), to_host_together=lambda pieces, hosts, before: copying)
     lane = ThreadLane("test")
 
     def write(source: torch.Tensor) -> Pending:
