@@ -18,6 +18,7 @@ from training import BACKEND, adamw, assert_same, assert_same_models, plain_step
 import zinf_compile
 from zinf_compile.backend.entry import zero_infinity
 from zinf_compile.runtime.system import host_limits
+from zinf_compile.sharded import ordinary
 from zinf_compile.sharded.parameter import ShardedParameter
 
 FX = {"compute": "fx"}
@@ -270,6 +271,30 @@ def test_a_variant_of_a_graph_needs_no_more_room(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_limits, "available_memory_bytes", lambda: 0)
     loss_of(call(*vectors(1, rows=5))).backward()
     assert types_of(ours) == {nn.Parameter}
+
+
+def test_a_model_changes_its_type_by_swapping_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch swaps none that has weak references."""
+    eager, ours = twins(Mlp)
+    call = as_a_user(ours)
+    plain_step(eager, adamw(eager.parameters()), vectors(0))
+    plain_step(call, adamw(ours.parameters()), vectors(0))
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    for model in (eager, ours):
+        model.double().load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    batch = tuple(value.double() for value in vectors(1))
+    train_step_on([(eager, adamw(eager.parameters())), (call, adamw(ours.parameters()))], [eager, ours], plain_step, batch, 1)
+    assert types_of(ours) == {nn.Parameter}
+
+
+def test_what_is_gone_is_forgotten() -> None:
+    """Its storage, not its address: others get that."""
+    for _ in range(200):
+        parameter = nn.Parameter(torch.ones(3))
+        assert not ordinary.is_ordinary(parameter)
+        ordinary.note_ordinary(parameter)
+        assert ordinary.is_ordinary(parameter)
+    assert len(ordinary._ordinary) < 100
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -26,7 +26,7 @@ from zinf_compile.passes.lower import lower
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import usable_bytes
 from zinf_compile.sharded.budget import GraphBudget
-from zinf_compile.sharded.ordinary import is_ordinary, note_ordinary
+from zinf_compile.sharded.ordinary import has_memory, is_ordinary, note_ordinary
 from zinf_compile.sharded.parameter import unit_of
 
 from .decide_memory import Cut
@@ -81,12 +81,16 @@ class OrdinaryCompiler(GraphCompiler):
         trains = torch.is_grad_enabled()
         compiled = super().compile(gm, example_inputs)
         _log.info("graph %d: parameters stay ordinary ones: on one rank, with these options, nothing moves", self.number)
-        one = next((index for index, value in enumerate(example_inputs) if isinstance(value, nn.Parameter)), None)
+        strided = (index for index, value in enumerate(example_inputs) if isinstance(value, nn.Parameter) and has_memory(value))
+        one = next(strided, None)
         return compiled if one is None or not trains else _noting(compiled, one)
 
     def make_budget(self, slots: Sequence[Any], inputs: Sequence[Any], context: Context) -> GraphBudget:
-        """Return a budget that refuses nothing, and reserves nothing: `nothing_moves` has found room."""
-        return GraphBudget(self.config, slots, inputs, context, self.placements, measuring=True)
+        """Return a budget that refuses nothing, and reserves nothing: `nothing_moves` has found room.
+
+        It knows of no parameters, and so holds no weak references: PyTorch swaps the tensors of none that has any.
+        """
+        return GraphBudget(self.config, (), inputs, context, self.placements, measuring=True)
 
     def joint_passes(self) -> tuple[Pass, ...]:
         """Return the passes of the joint graph: gradients stay as they are made."""
