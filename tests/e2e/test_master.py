@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -227,6 +228,78 @@ def test_states_are_rounded_where_no_master_copies_are_kept(early: bool, kind: s
         torch.testing.assert_close({n: found[key][n] for n in state}, state, rtol=0, atol=0)
 
 
+STARTED: dict[str, Any] = {
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:all . parameters are torch.bfloat16")
+@pytest.mark.parametrize("kind", STARTED)
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_states_made_without_master_copies_go_on_in_their_type(tier: str, kind: str, tmp_path: Path) -> None:
+    model, ours = build(), build()
+    make = STARTED[kind]
+    theirs, optimizer = make(model.parameters()), make(ours.parameters())
+    on_drive = {**dict.fromkeys(("params", "optimizer"), "nvme"), "nvme": str(tmp_path)} if tier == "nvme" else {}
+    ordinary = torch.compile(ours, backend="zero_infinity", options={"compute": "fx"})
+    for each, call, by in ((model, model, theirs), (ours, ordinary, optimizer)):
+        loss_of(call(*tokens(0))).backward()
+        by.step()
+        each.zero_grad()
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    precise = make(masters)
+    for p, master in zip(model.parameters(), masters, strict=True):
+        precise.state[master] = {n: v.float() for n, v in theirs.state[p].items() if isinstance(v, torch.Tensor)}
+    call = torch.compile(ours, backend=BACKEND, options=OPTIONS | on_drive)
+    for number in range(1, 4):
+        loss_of(call(*tokens(number))).backward()
+        said = contextlib.nullcontext() if number > 1 else pytest.warns(UserWarning, match="made without master copies")
+        with said:
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model(*tokens(number))).backward()
+        step_by_hand(model, masters, precise)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["load", "full", "torch"])
+def test_precise_states_wait_for_the_partitioning(way: str, tmp_path: Path) -> None:
+    """Loaded from one file before the first compiled call, and without a warning."""
+
+    def made() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+        model = build()
+        return model, torch.compile(model, backend=BACKEND, options=OPTIONS), torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train(call: Any, optimizer: torch.optim.Optimizer, numbers: Any) -> None:
+        for number in numbers:
+            loss_of(call(*tokens(number))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, call, optimizer = made()
+    train(call, optimizer, range(2))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    train(call, optimizer, range(2, 4))
+    again, call, its = made()
+    if way == "load":
+        zinf_compile.load(tmp_path / "saved.pt", again, its)
+    else:
+        saved = torch.load(tmp_path / "saved.pt")
+        again.load_state_dict(saved["model"])
+        if way == "torch":
+            zinf_compile.keep_precision(its)
+            its.load_state_dict(saved["optimizer"])
+        else:
+            zinf_compile.load_full_optimizer_state_dict(its, saved["optimizer"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(call, its, range(2, 4))
+    torch.testing.assert_close(its.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+    torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
 class OwnMasters(torch.optim.Optimizer):
     """Keeps master copies by itself, under the very name."""
 
@@ -265,7 +338,7 @@ def test_master_copies_of_the_optimizers_own_are_kept(backend: str, dtype: torch
     if not early:
         train(call, its, [7])
     zinf_compile.load(tmp_path / "saved", again, its)
-    if early or backend != BACKEND:  # of ordinary parameters PyTorch rounds whole states
+    if early:
         train(call, its, range(3, 6))
     else:  # through whole states as well
         whole = zinf_compile.full_optimizer_state_dict(its)

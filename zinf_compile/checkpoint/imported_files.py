@@ -135,6 +135,8 @@ class ImportedFiles(CheckpointFiles):
             master = None if unit is None else unit.placement.master_of(unit.dtype)
             types = states_kept(optimizer, given[id(parameter)], master or parameter.dtype)
             kept |= types.keys()
+            if unit is None and MASTER in large:  # partitioned later, perhaps with master copies; else a step rounds its states
+                types = {}
             where = f"{prefix}.state.{new}"
             for state, tensor in large.items():
                 self._add(f"{where}.{state}", tensor, types.get(state, tensor.dtype))

@@ -14,7 +14,7 @@ from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.optim.chunks import MASTER
 from zinf_compile.optim.elementwise_probe import states_kept
-from zinf_compile.optim.precision import keeps_no_master
+from zinf_compile.optim.precision import keep_precision, keeps_no_master
 from zinf_compile.optim.record import record_of
 from zinf_compile.optim.shard_state import kept_state
 from zinf_compile.optim.state_dict_hooks import move_loaded
@@ -49,8 +49,8 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     if context is None:
         if not state:
             _raise_for(optimizer, [NOT_GIVEN])
-        _raise_for(optimizer, _no_mapping(state))
-        optimizer.load_state_dict(dict(state or {}))
+        _raise_for(optimizer, _mismatches(optimizer, units, state))
+        load_plain(optimizer, dict(state or {}))
         return
     ranks = ranks_of(units)
     first = ranks.rank == 0
@@ -98,6 +98,18 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
             unmoved = 0
     move_loaded(optimizer)
     record_of(optimizer).mark_whole()
+
+
+def load_plain(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load states into an optimizer none of whose parameters is partitioned, or not yet.
+
+    Those with master copies keep their types: they may be partitioned with some, and else a step rounds them.
+    """
+    masters = any(MASTER in each for each in state["state"].values() if isinstance(each, Mapping))
+    if masters:
+        keep_precision(optimizer)
+    optimizer.load_state_dict(state)
+    record_of(optimizer).loaded_master |= masters
 
 
 def _no_mapping(state: object) -> list[str]:

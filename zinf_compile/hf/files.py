@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.gathered import load_full_state_dict, partitioned_parameters, state_names
-from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict
+from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict, load_plain
 from zinf_compile.checkpoint.safetensors_index import INDEX
 from zinf_compile.checkpoint.safetensors_reader import TensorFiles
 from zinf_compile.checkpoint.save_optimizer_state import full_optimizer_state_dict, units_of
@@ -155,7 +155,7 @@ def load_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module]
         load_beside(file, states_folder(file), named, together(models), optimizer, ranks)
         return
     if context is None:
-        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        load_plain(optimizer, torch.load(file, map_location="cpu", weights_only=True))
         return
     with context.ranks.fail_together(f"reading {file}"):
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True) if context.rank == 0 else None

@@ -18,7 +18,7 @@ from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
-from .chunks import part_of
+from .chunks import MASTER, part_of
 from .flat_states import FlatStates
 from .shard_state import kept_state, shard_state
 from .state_entry import StateEntry, states_of
@@ -112,6 +112,8 @@ def _move_to_tier(states: StateTable, optimizer: Optimizer) -> None:
         leaves = unit.context.link.topology.side(unit.placement.optimizer) == Tier.HOST
         for name in names:
             value = shard_state(state[name], unit, name, optimizer)
+            if MASTER in kept:  # those made without, or rounded by loading, are of the parameter's type
+                value = value.to(kept[name])
             shards[name] = _on_host(value, unit) if leaves else value
             state[name] = kept_state(shards[name], unit)
         optimizer.state[parameter] = noted(state, unit)

@@ -76,14 +76,15 @@ def _after_load(optimizer: Optimizer) -> None:
 
 
 def warn_of_rounding(optimizer: Optimizer, parameter: ShardedParameter, kept: Mapping[str, torch.dtype]) -> None:
-    """Warn of loaded states that PyTorch has rounded."""
+    """Warn of states that were made without master copies, or that PyTorch has rounded when they were loaded."""
     state = optimizer.state[parameter]
     rounded = [name for name, dtype in kept.items() if name in state and state[name].dtype in SHORT and dtype not in SHORT]
     if rounded and _WARNED not in record_of(optimizer).warned:
         record_of(optimizer).warned.add(_WARNED)
         warnings.warn(
-            f"states {', '.join(rounded)} of this {type(optimizer).__name__} are in {parameter.dtype}: PyTorch's load_state_dict "
-            "rounds them to the parameters' type. Call zinf_compile.keep_precision(optimizer) before load_state_dict",
+            f"states {', '.join(rounded)} of this {type(optimizer).__name__} are in {parameter.dtype}, and go on in "
+            f"{kept[rounded[0]]}: they were made without master copies, or PyTorch's load_state_dict has rounded them to the "
+            "parameters' type. Call zinf_compile.keep_precision(optimizer) before load_state_dict",
             stacklevel=2,
         )
 
