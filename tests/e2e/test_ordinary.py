@@ -58,6 +58,15 @@ def test_any_number_of_rows_is_compiled_for() -> None:
 
 
 @pytest.mark.parametrize(
+    "option", [{"machine": "h100"}, {"nvme": ()}, {"chunk_loss": False}], ids=lambda option: next(iter(option))
+)
+def test_an_option_that_places_nothing_partitions_nothing(option: dict[str, Any]) -> None:
+    everything = {name for name, _ in Mlp().named_parameters()}
+    _, ours = train_both(CASES["mlp"], compiled=lambda model: as_a_user(model, **option), steps=1, whole=everything)
+    assert types_of(ours) == {nn.Parameter}
+
+
+@pytest.mark.parametrize(
     "option",
     [{"params": "device"}, {"bucket": "1MiB"}, {"device_memory": "1GiB"}, {"tile": "1MiB"}, {"host_memory": "8GiB"}],
     ids=lambda option: next(iter(option)),
@@ -178,6 +187,19 @@ def test_two_models_one_of_which_is_partitioned(tmp_path: Path) -> None:
     assert [types_of(part) for part in ours] == [{nn.Parameter}, {ShardedParameter}]
 
 
+def test_a_partitioned_model_beside_one_that_is_not_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They share a parameter."""
+    whole, part = Mlp(), nn.Linear(7, 13)
+    whole.first = part
+    optimizer = adamw(whole.parameters())
+    loss_of(as_a_user(whole)(*vectors(0))).backward()
+    on_drive = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+    as_a_user(part, **on_drive, nvme=tmp_path)(vectors(0)[0]).sum().backward()
+    optimizer.step()
+    assert types_of(whole) == {nn.Parameter, ShardedParameter}
+    assert "no compiled graph uses" not in caplog.text
+
+
 def test_a_checkpoint_goes_to_a_partitioned_model_and_back(tmp_path: Path) -> None:
     eager, ours = twins(Mlp)
     optimizer, our_optimizer = adamw(eager.parameters()), adamw(ours.parameters())
@@ -292,9 +314,9 @@ def test_what_is_gone_is_forgotten() -> None:
     for _ in range(200):
         parameter = nn.Parameter(torch.ones(3))
         assert not ordinary.is_ordinary(parameter)
-        ordinary.note_ordinary(parameter)
+        ordinary.note_ordinary([parameter])
         assert ordinary.is_ordinary(parameter)
-    assert len(ordinary._ordinary) < 100
+    assert len(ordinary._ordinary) < 10
 
 
 def test_a_second_derivative_is_refused() -> None:

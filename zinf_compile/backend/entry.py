@@ -40,7 +40,7 @@ def compile_captured(
     try:
         config = Config.from_options(options, mode=mode)
         stops = not partition and may_stay(config, given, inputs)
-        if not (stops and nothing_moves(given, inputs)):
+        if not (stops and nothing_moves(config, inputs)):
             with contextlib.suppress(NothingMovesError):
                 return GraphCompiler(config, given=given, stops=stops).compile(gm, inputs)
         return OrdinaryCompiler(config, given=given).compile(gm, inputs)

@@ -26,7 +26,7 @@ from zinf_compile.passes.lower import lower
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import usable_bytes
 from zinf_compile.sharded.budget import GraphBudget
-from zinf_compile.sharded.ordinary import has_memory, is_ordinary, note_ordinary
+from zinf_compile.sharded.ordinary import address_of, has_memory, is_ordinary, note_ordinary
 from zinf_compile.sharded.parameter import unit_of
 
 from .decide_memory import Cut
@@ -34,11 +34,8 @@ from .graph_compiler import Compiled, GraphCompiler
 
 _log = logging.getLogger("zinf_compile")
 
-OF_COMPUTE = frozenset({"compute", "on_refusal", "chunk_loss", "timeout_s"})
-"""Options that say nothing of where anything lives, and of what moves."""
-
-OF_PLACES = OF_COMPUTE | {"nvme", "machine"}
-"""And those that say what there is, and bound nothing."""
+OF_NO_PLACE = frozenset({"compute", "on_refusal", "chunk_loss", "timeout_s", "nvme", "machine"})
+"""Options that place nothing and bound nothing: they say how graphs compute, and what there is."""
 
 _MORE = 3
 """Bytes to come for each of a trained parameter: its gradient, and two states of an optimizer."""
@@ -46,14 +43,14 @@ _MORE = 3
 
 def may_stay(config: Config, given: Collection[str], inputs: Sequence[Any]) -> bool:
     """Say whether a graph's parameters may stay ordinary ones on one rank, with options that were `given`, if nothing moves."""
-    if not OF_PLACES.issuperset(given) or any(unit_of(value) is not None for value in inputs):
+    if not OF_NO_PLACE.issuperset(given) or any(unit_of(value) is not None for value in inputs):
         return False
     if any(isinstance(value, nn.Parameter) and value.is_meta for value in inputs):
         return False  # refused
     return not dist.is_initialized() or dist.get_world_size(config.resolve_group()) == 1
 
 
-def nothing_moves(given: Collection[str], inputs: Sequence[Any]) -> bool:
+def nothing_moves(config: Config, inputs: Sequence[Any]) -> bool:
     """Say whether everything that a graph reads and makes stays on the device, as far as that is known before it is traced.
 
     It doesn't where gradients and two states of each parameter have no room there: the graph is then refused, with the options
@@ -63,7 +60,7 @@ def nothing_moves(given: Collection[str], inputs: Sequence[Any]) -> bool:
     parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
     if any(map(is_ordinary, parameters)):
         return True
-    if not OF_COMPUTE.issuperset(given):
+    if config.nvme:
         return False  # homes are decided
     more = {parameter.device: 0 for parameter in parameters}
     for parameter in parameters if torch.is_grad_enabled() else ():
@@ -81,9 +78,8 @@ class OrdinaryCompiler(GraphCompiler):
         trains = torch.is_grad_enabled()
         compiled = super().compile(gm, example_inputs)
         _log.info("graph %d: parameters stay ordinary ones: on one rank, with these options, nothing moves", self.number)
-        strided = (index for index, value in enumerate(example_inputs) if isinstance(value, nn.Parameter) and has_memory(value))
-        one = next(strided, None)
-        return compiled if one is None or not trains else _noting(compiled, one)
+        places = [index for index, value in enumerate(example_inputs) if isinstance(value, nn.Parameter) and has_memory(value)]
+        return _noting(compiled, places) if places and trains else compiled
 
     def make_budget(self, slots: Sequence[Any], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return a budget that refuses nothing, and reserves nothing: `nothing_moves` has found room.
@@ -113,14 +109,19 @@ class OrdinaryCompiler(GraphCompiler):
         return _runner(program)
 
 
-def _noting(compiled: Compiled, one: int) -> Compiled:
-    """Return a compiled graph of a training that notes one of its inputs, a parameter, as ordinary at each call.
+def _noting(compiled: Compiled, places: Sequence[int]) -> Compiled:
+    """Return a compiled graph of a training that notes the parameters among its inputs as ordinary at the first of their calls.
 
-    One graph serves all models that are alike: which one's it is, a call says.
+    One graph serves all models that are alike: whose they are, a call says.
     """
+    first, seen = places[0], set[int]()
+    """Addresses of first parameters whose models are noted."""
 
     def run(*args: Any) -> Any:
-        note_ordinary(args[one])
+        address = address_of(args[first])
+        if address not in seen or not is_ordinary(args[first]):
+            seen.add(address)
+            note_ordinary([args[place] for place in places])
         return compiled(*args)
 
     return run

@@ -143,8 +143,9 @@ class _Optimizer:
         if whole := [n for n in settings.get("masters", []) if not isinstance(named[n], ShardedParameter)]:
             raise CheckpointError(
                 f"the states have fp32 master copies of {len(whole)} parameters, the first of them {whole[0]}, which aren't "
-                "partitioned yet: copies and precise states have no place, and were not loaded. Call the compiled model once "
-                "under torch.no_grad(), then load again; or use zinf_compile.save and zinf_compile.load, which need no such call"
+                "partitioned: copies and precise states have no place, and were not loaded. Compile the model with "
+                'options={"master": "float32"}, call it once under torch.no_grad(), then load again; or use zinf_compile.save '
+                "and zinf_compile.load, which need no such call, and round the states of a model that keeps no copies"
             )
         tensors = {key: torch.tensor(v, dtype=getattr(torch, t)).view(s) for key, (t, s, v) in settings["tensors"].items()}
         small = {named[name]: values for name, values in decode(settings["small"], "small", tensors).items()}

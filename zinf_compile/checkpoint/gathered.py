@@ -120,8 +120,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
 
 
 NOT_GIVEN = (
-    "none was given, and nothing is partitioned yet: then each rank needs one. Call the compiled model once on all ranks, under "
-    "torch.no_grad(), and rank 0's is enough"
+    "none was given, and nothing is partitioned: then each rank needs one. Where the model is spread over several ranks, call it "
+    "once on all of them, under torch.no_grad(), and rank 0's is enough"
 )
 
 

@@ -13,6 +13,7 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.whole_unit import whole_unit_of
 
+from .ordinary import is_ordinary
 from .parameter import ShardedParameter
 from .unpartitioned import rest_of
 
@@ -28,7 +29,7 @@ def report_whole(context: Context, optimizer: Optimizer, partitioned: Sequence[S
     if context.rank != 0 or not (costs or _log.isEnabledFor(logging.INFO)):
         return
     rest = rest_of(partitioned)
-    if not rest:
+    if not rest or any(map(is_ordinary, rest.values())):  # graphs that partition nothing use some, and don't note which
         return
     of_model = sum(p._zinf_unit.bytes for p in partitioned) + sum(p.nbytes for p in rest.values())
     much = costs and sum(p.nbytes for p in rest.values()) > WARNED_SHARE * of_model
