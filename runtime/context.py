@@ -229,6 +229,16 @@ def _end() -> None:
         context.end()
 
 
+def _leave_drives_to_parent() -> None:
+    """Have new models of a forked child make an engine and threads of their own: those of its parent are not there."""
+    for key, context in list(_contexts.items()):
+        if context.group is None and context._engine is not None:
+            del _contexts[key]
+
+
+os.register_at_fork(after_in_child=_leave_drives_to_parent)
+
+
 def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, signature: str) -> Context:
     """Return the context of these ranks, made at the first call; all ranks must make that call."""
     world = int(os.environ.get("WORLD_SIZE") or "1")

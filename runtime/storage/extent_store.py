@@ -220,7 +220,10 @@ class Store:
 
     def _open_io(self, key: Key, *, write: bool) -> BlockIO:
         if os.getpid() != self._pid:
-            raise StoreRequestError(f"this store belongs to process {self._pid}, which forked this one; make one here")
+            raise StoreRequestError(
+                f"this store belongs to process {self._pid}, which forked this one: make the model that uses it here, or start "
+                "processes by spawn"
+            )
         if self._closed or self._io is None:
             raise StoreRequestError(f"cannot {'write' if write else 'read'} extent {key!r}: the store is closed")
         return self._io

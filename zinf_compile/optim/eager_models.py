@@ -91,8 +91,8 @@ def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str)
     name = type(getattr(module, "_orig_mod", module)).__name__
     found = (
         f'torch.compile(backend="zero_infinity") has compiled nothing of {name} that uses its parameters, before this step of '
-        f"{optimizer}. Dynamo leaves some forwards to eager code, as {reason}; or it is switched off, by set_stance() or its "
-        "recompile limit; or functional_call() replaced the parameters. None is partitioned"
+        f"{optimizer}. Dynamo leaves some forwards to eager code, as {reason}; or it is switched off, by TORCH_COMPILE_DISABLE, "
+        "set_stance() or its recompile limit; or functional_call() replaced the parameters. None is partitioned"
     )
     help_ = f"{way or 'let a module of its own have what breaks the graph'}; TORCH_LOGS=graph_breaks names the places"
     if size > 1:
