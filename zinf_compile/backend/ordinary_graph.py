@@ -34,8 +34,11 @@ from .graph_compiler import Compiled, GraphCompiler
 
 _log = logging.getLogger("zinf_compile")
 
-OF_NO_PLACE = frozenset({"compute", "on_refusal", "chunk_loss", "timeout_s", "nvme", "machine"})
-"""Options that place nothing and bound nothing: they say how graphs compute, and what there is."""
+OF_COMPUTE = frozenset({"compute", "on_refusal", "chunk_loss", "timeout_s", "machine"})
+"""Options that say how graphs compute, and how fast: nothing of where anything lives."""
+
+OF_NO_PLACE = OF_COMPUTE | {"nvme"}
+"""And those that say what there is, and bound nothing."""
 
 _MORE = 3
 """Bytes to come for each of a trained parameter: its gradient, and two states of an optimizer."""

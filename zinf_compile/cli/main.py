@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from zinf_compile.backend.ordinary_graph import OF_NO_PLACE
+from zinf_compile.backend.ordinary_graph import OF_COMPUTE
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
 from zinf_compile.ir.program import digest_of
@@ -94,7 +94,7 @@ def dump(options: argparse.Namespace) -> str:
     if not options.after:
         parts = [f"{part}{s.plan and chr(10)}{s.plan}" for part, s in zip(parts, seen, strict=True)]
     notes = list(dict.fromkeys(s.shape.text() for s in found if s.shape is not None))
-    if options.world == 1 and OF_NO_PLACE.issuperset(given or ()) and "nvme" not in (given or ()):
+    if options.world == 1 and OF_COMPUTE.issuperset(given or ()):
         notes.append(_NOTHING_MOVES)
     return "\n".join([*map(colored, parts), table(found), *notes, f"schedule hash: {schedule_hash(found):016x}"])
 
