@@ -65,7 +65,7 @@ class BlockChecks:
         if state == _INCOMPLETE:
             raise StoreError(
                 errno.EIO,
-                f"{self._describe(block)}: its last write failed, so neither the old nor the new bytes are there for certain; "
+                f"{self._describe(block)}: its last write failed or was interrupted, so neither the old nor the new bytes are there for certain; "
                 f"{_WAY_OUT}",
                 self._folder(block),
             )
