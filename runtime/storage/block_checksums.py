@@ -65,8 +65,8 @@ class BlockChecks:
         if state == _INCOMPLETE:
             raise StoreError(
                 errno.EIO,
-                f"{self._describe(block)}: its last write failed or was interrupted, so neither the old nor the new bytes are there for certain; "
-                f"{_WAY_OUT}",
+                f"{self._describe(block)}: its last write failed or was interrupted, so neither the old nor the new bytes are "
+                f"there for certain; {_WAY_OUT}",
                 self._folder(block),
             )
 
