@@ -58,7 +58,7 @@ def test_any_number_of_rows_is_compiled_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"machine": "h100"}, {"nvme": ()}, {"chunk_loss": False}], ids=lambda option: next(iter(option))
+    "option", [{"machine": "h100"}, {"nvme": ()}, {"mode": "default"}], ids=lambda option: next(iter(option))
 )
 def test_an_option_that_places_nothing_partitions_nothing(option: dict[str, Any]) -> None:
     everything = {name for name, _ in Mlp().named_parameters()}

@@ -34,7 +34,7 @@ from .graph_compiler import Compiled, GraphCompiler
 
 _log = logging.getLogger("zinf_compile")
 
-OF_COMPUTE = frozenset({"compute", "on_refusal", "chunk_loss", "timeout_s", "machine"})
+OF_COMPUTE = frozenset({"compute", "mode", "on_refusal", "chunk_loss", "timeout_s", "machine"})
 """Options that say how graphs compute, and how fast: nothing of where anything lives."""
 
 OF_NO_PLACE = OF_COMPUTE | {"nvme"}
