@@ -172,7 +172,8 @@ class Binder:
         refuse_running_steps([(args[r], slots[r]) for r in fresh])
         parameters = {r: (args[r], slots[r].name) for r in fresh}
         placed = placements or self._placements
-        partition(parameters, self._context, lambda r: placed.of(slots[r]), called=called)
+        buffers = {name: args[r] for r, name in self._program.buffers.items()} if called else {}
+        partition(parameters, self._context, lambda r: placed.of(slots[r]), called=called, buffers=buffers)
 
     def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int], *, value: int = 0) -> list[float]:
         """Check that all ranks are about to do the same; return the `value` of each."""

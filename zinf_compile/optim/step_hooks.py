@@ -15,8 +15,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zinf_compile.errors import StepFailedError
+from zinf_compile.errors import StepFailedError, UnsupportedOptimizerError
 from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.shared_memory import any_left, former_owner
 from zinf_compile.sharded.wrapping_optimizers import is_wrapper
 
 from .before_updates import prepare_updates
@@ -99,6 +100,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         repeated.begin_timing()
         return (repeated.optimizer, *args[1:]), kwargs
     hollow = hollow_of(optimizer)
+    if any_left():
+        _check_memory(optimizer)
     if not hollow and not split_units(optimizer):
         check_compiled(optimizer)
         if record.loaded_master:
@@ -118,6 +121,17 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         args, kwargs = with_closure(args, kwargs, _refreshing(closure, running))
     running.begin_timing()
     return args, kwargs
+
+
+def _check_memory(optimizer: Optimizer) -> None:
+    """Raise `UnsupportedOptimizerError` for a tensor with the memory that a partitioned parameter once had."""
+    for tensor in (p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)):
+        if (name := former_owner(tensor)) is not None:
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} updates a tensor of shape {list(tensor.shape)} in the memory that parameter {name} "
+                "had before it was partitioned, and no longer has (one flat buffer for all parameters, say). Give the optimizer "
+                "the model's own parameters"
+            )
 
 
 def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[OffloadedStates]:

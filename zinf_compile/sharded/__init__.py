@@ -70,6 +70,7 @@ save_check — Parts of a model that can't be saved through its `state_dict()`: 
     first save.
 shard_pieces — A function on shards, a piece at a time: the next piece is read, and the last one written, while one is
     computed.
+shared_memory — Memory that a parameter shares with other tensors when it is partitioned.
 short_ranks — Refusals for lack of memory that all ranks raise together.
 shortage — Messages of refusals for lack of memory: the bytes needed, the smallest cap that works, and options that take
     less.

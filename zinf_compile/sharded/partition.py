@@ -17,6 +17,7 @@ from zinf_compile.runtime.units.whole import scatter_whole
 
 from .held_values import in_use
 from .parameter import hollow_out
+from .shared_memory import check_shared, leave
 from .unpartitioned import average_the_rest, stop_averaging
 
 
@@ -26,11 +27,12 @@ def partition(
     placement: Callable[[int], Placement],
     *,
     called: bool,
+    buffers: Mapping[str, torch.Tensor],
 ) -> None:
     """Make whole parameters hollow, at the `placement` of their key: rank 0's values, spread over the ranks unit by unit.
 
     First those that leave the device, which a drive may refuse: until all are kept, all stay whole. All ranks have the same
-    order. `called`: a graph has been called with the parameters, not compiled for them.
+    order. `called`: a graph has been called with the parameters, not compiled for them; `buffers`: those that it uses.
     """
     first: dict[int, int] = {}
     for key, (parameter, _) in parameters.items():
@@ -41,8 +43,11 @@ def partition(
         with context.ranks.fail_together("reserving room for parameters"):  # a drive may be full on one rank
             for parameter, name in distinct:
                 _check_memory(parameter, name)
+            check_shared({name: parameter for parameter, name in distinct}, buffers)
             made = make_units(distinct, context, homes)
         units = list(zip(distinct, made, strict=True))
+        for parameter, name in distinct:
+            leave(parameter, name)
         for (parameter, name), unit in units:
             if unit.backing is not None:
                 _spread(parameter, unit, name)

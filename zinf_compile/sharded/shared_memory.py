@@ -1,0 +1,118 @@
+"""Memory that a parameter shares with other tensors: partitioning gives it a home of its own, and others keep the old bytes.
+
+A partitioned parameter is no view of anything. So parameters and buffers that overlap are refused before that, and tensors that
+hold what a parameter had are found where they would be taken for it: by a later graph, or by an optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zinf_compile._frames import callers
+from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.runtime.system.process_wide import process_wide
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Range:
+    """The bytes of a tensor in its storage, from the first to behind the last."""
+
+    storage: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Left:
+    """Memory that a parameter had before it was partitioned."""
+
+    name: str
+    place: _Range
+    storage: StorageWeakRef
+
+
+_left: dict[int, list[_Left]] = process_wide({})
+"""By the address of the storage, while others hold it."""
+
+
+def check_shared(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raise `UnsupportedModelError` where one of `parameters`, which are about to be partitioned, shares memory with another one.
+
+    Or with one of `buffers`, or of the tensors of modules whose methods are running, or with a parameter that was partitioned.
+    """
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for module in [caller for caller in callers() if isinstance(caller, nn.Module)]:
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            named.setdefault(id(tensor), (name, tensor))
+    named |= {id(tensor): (name, tensor) for name, tensor in (*buffers.items(), *parameters.items())}
+    wanted = {id(parameter) for parameter in parameters.values()}
+    found = [(place, key) for key, (_, tensor) in named.items() if (place := _range_of(tensor)) is not None]
+    last: tuple[_Range, int] | None = None
+    for place, key in sorted(found, key=lambda row: (row[0].storage, row[0].start, row[0].end)):
+        if last is not None and _overlap(last[0], place) and (key in wanted or last[1] in wanted):
+            (first, one), (second, other) = (named[k] for k in sorted((last[1], key), key=lambda k: k not in wanted))
+            raise UnsupportedModelError(
+                _refusal(first, second, both=isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter))
+            )
+        if last is None or place.storage != last[0].storage or place.end > last[0].end:
+            last = place, key
+    for name, parameter in parameters.items():
+        if (earlier := former_owner(parameter)) is not None:
+            raise UnsupportedModelError(_refusal(name, earlier, both=True))
+
+
+def leave(parameter: nn.Parameter, name: str) -> None:
+    """Note the memory of a parameter that is about to be partitioned."""
+    place = _range_of(parameter)
+    if place is not None:
+        _left.setdefault(place.storage, []).append(_Left(name, place, StorageWeakRef(parameter.untyped_storage())))
+
+
+def any_left() -> bool:
+    """Say whether a tensor may have memory that a parameter had before it was partitioned."""
+    for address in [address for address, (first, *_) in _left.items() if first.storage.expired()]:
+        del _left[address]
+    return bool(_left)
+
+
+def former_owner(tensor: torch.Tensor) -> str | None:
+    """Return the name of the parameter that had a tensor's memory, or part of it, before it was partitioned; None: none."""
+    place = _range_of(tensor) if any_left() else None
+    rows = () if place is None else _left.get(place.storage, ())
+    return next((row.name for row in rows if place is not None and _overlap(row.place, place)), None)
+
+
+def _range_of(tensor: torch.Tensor) -> _Range | None:
+    """Return where a tensor is; None for one that is partitioned, of a class of its own, or without memory."""
+    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    size, storage = tensor.element_size(), tensor.untyped_storage()
+    if not storage.nbytes():
+        return None
+    start = tensor.storage_offset() * size
+    reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Range(storage._cdata, int(start), int(start + (reach + 1) * size))
+
+
+def _overlap(one: _Range, other: _Range) -> bool:
+    return one.storage == other.storage and max(one.start, other.start) < min(one.end, other.end)
+
+
+def _refusal(name: str, other: str, *, both: bool) -> str:
+    way = (
+        f"assign one parameter to both places ({other} = {name}), which ties them"
+        if both
+        else f"compute {other} from {name} in the forward"
+    )
+    return (
+        f"parameter {name} shares memory with {'parameter' if both else 'buffer'} {other}; once partitioned it has memory of its "
+        f"own, and they would differ from then on: {way}, or give it a copy ({other}.data = {other}.data.clone())"
+    )
