@@ -87,7 +87,7 @@ def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str)
     layers = (type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase))
     recurrent = next(layers, "") if LEAVES_RECURRENT_FORWARDS else ""
     reason = f"one that calls an nn.{recurrent}" if recurrent else "one with a graph break in a loop"
-    way = "set torch._dynamo.config.allow_rnn = True, or call it from a module of your own" if recurrent else ""
+    way = "call it from a module of your own, or set torch._dynamo.config.allow_rnn = True" if recurrent else ""
     name = type(getattr(module, "_orig_mod", module)).__name__
     found = (
         f'torch.compile(backend="zero_infinity") has compiled nothing of {name} that uses its parameters, before this step of '

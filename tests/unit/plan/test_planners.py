@@ -175,3 +175,17 @@ def test_a_unit_that_no_region_reads_whole_does_not_stay(name: str, world: int) 
     plan = PLANNERS[name](problem)
     assert not verify(problem, plan)
     assert first.name not in plan.shared.resident
+
+
+@pytest.mark.parametrize("tiers", [2, 3])
+@pytest.mark.parametrize("speed", [0.01, 1.0])
+def test_a_farther_tier_that_is_offered_makes_no_step_slower(speed: float, tiers: int) -> None:
+    """Where all fits on the device as well; what is no faster with it doesn't move."""
+    problem = training(0, 100, tiers=tiers, speed=speed, micro_batches=2).with_budgets(device=None)
+    near = dataclasses.replace(problem, allowed=Allowed(params=(Tier.DEVICE,), grads=(Tier.DEVICE,), states=(Tier.DEVICE,)))
+    alone, plan = cached_prefetch(near), cached_prefetch(problem)
+    assert not alone.local.stores
+    before, after = step_seconds(near, alone), step_seconds(problem, plan)
+    assert after < before if speed == 1.0 else after == before
+    if after == before:
+        assert not plan.local.stores

@@ -34,6 +34,16 @@ def farthest(problem: StepProblem) -> Homes:
     )
 
 
+def nearest(problem: StepProblem) -> Homes:
+    """Return homes as near as is allowed: where all of it fits on the device, nothing moves but between ranks."""
+    allowed, tiers = problem.allowed, problem.tiers
+    return Homes(
+        params={unit.name: problem.param_tiers(unit.name)[0] for unit in problem.units},
+        grads={unit.name: (allowed.grads or tiers)[0] for unit in problem.units if unit.trained},
+        states={piece.name: (allowed.states or tiers)[0] for piece in problem.pieces},
+    )
+
+
 def needs_stays(unit: Unit, home: Tier, device: Tier) -> bool:
     """Say whether something has to move before compute reads the unit."""
     return unit.is_gathered or home != device

@@ -32,6 +32,13 @@ def best_walk(
     """
     best: tuple[Walked, frozenset[int]] | None = None
     limit, fitting = sum(walk.seconds), 0
+    if int(_with_everything(walk, gaps).max()) <= walk.rooms[0]:  # no rung of the ladder, which leave room for what moves
+        kept = frozenset(number for number, gap in enumerate(gaps) if gap.may_stay)
+        found = walk.run(gaps, kept)
+        if found is not None:
+            best = found, kept
+            if found.seconds <= limit * (1 + 1e-9):
+                return best
     for kept in family(walk, gaps, rungs=rungs, reserves=reserves, halvings=halvings):
         found = walk.run(gaps, kept)
         if found is None:
@@ -58,10 +65,7 @@ def family(
     orders = [sorted(able, key=lambda number: _price(walk, gaps[number]))]
     if len(able) <= FEW:
         orders.append(sorted(able, key=lambda number: (-gaps[number].seconds, _price(walk, gaps[number]))))
-    everything = walk.base[0].copy()
-    for gap in gaps:
-        walk.take(everything, -gap.kept[0], gap.last + 1, gap.next)
-    least, most = int(walk.base[0].max()), int(everything.max())
+    least, most = int(walk.base[0].max()), int(_with_everything(walk, gaps).max())
     largest = max((gap.moving[0] for gap in gaps), default=0)
     seen: set[frozenset[int]] = set()
     ladder = [(most - least) * rung // rungs for rung in range(rungs, 0, -1)]
@@ -82,6 +86,14 @@ def family(
             if kept not in seen:
                 seen.add(kept)
                 yield kept
+
+
+def _with_everything(walk: Walk, gaps: Sequence[Gap]) -> npt.NDArray[np.int64]:
+    """Return the bytes on the device at each boundary where all gaps are bridged by staying."""
+    bytes_ = walk.base[0].copy()
+    for gap in gaps:
+        walk.take(bytes_, -gap.kept[0], gap.last + 1, gap.next)
+    return bytes_
 
 
 def _improved(walk: Walk, gaps: Sequence[Gap], able: Sequence[int], room: int, known: Iterable[frozenset[int]]) -> frozenset[int]:

@@ -14,11 +14,12 @@ from typing import Any
 
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.sizes import CHUNK_BUFFERS
-from zinf_compile.plan.plan import Homes, Plan
+from zinf_compile.plan.plan import Homes, Kind, Plan
 from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.simulate import step_seconds
+from zinf_compile.plan.simulate import simulate, step_seconds
+from zinf_compile.plan.unroll import COMPUTE, UPDATE
 
-from ._build import Stay, ahead_by, at_step, build, farthest, shortage
+from ._build import Stay, ahead_by, at_step, build, farthest, nearest, shortage
 from ._expected import Expected
 from ._from_walk import moved_by
 from ._gaps import Gaps, away, find_gaps
@@ -102,6 +103,7 @@ def cached_prefetch(problem: StepProblem) -> Plan:
     if search.effort.largest:
         with contextlib.suppress(BudgetError):
             search.take(dataclasses.replace(largest_first(problem), planner=NAME))
+    search.prefer_near()
     return search.best[1]
 
 
@@ -120,6 +122,19 @@ class _Search:
         seconds = step_seconds(self.problem, plan)
         if self.best is None or seconds < self.best[0] * (1 - 1e-9):
             self.best = seconds, plan
+
+    def prefer_near(self) -> None:
+        """Have everything as near as is allowed where all fits, and is faster or moves less: moves wear out drives."""
+        homes = nearest(self.problem)
+        if self.best is None or self.best[1].local.homes == homes or not fits(self.problem, homes):
+            return
+        for plan in _plans(self.problem, homes, self.effort):
+            if any(store.kind is Kind.SAVED for store in plan.local.stores):
+                continue
+            seconds, best = step_seconds(self.problem, plan), self.best
+            less = seconds == best[0] and _moving_seconds(self.problem, plan) < _moving_seconds(self.problem, best[1])
+            if seconds < best[0] or less:
+                self.best = seconds, plan
 
     def try_ladder(self) -> None:
         """Plan the most promising homes of the ladder that fit, and those that move least over the busiest link."""
@@ -172,6 +187,12 @@ class _Search:
             return False
         way = _Way(self.problem, homes, _reaches(self.problem)[-1], 1, late=True, done=0.0)
         return _gaps(self.problem, homes, ahead_by(self.problem, homes, {}), way) is not None
+
+
+def _moving_seconds(problem: StepProblem, plan: Plan) -> float:
+    """Return the seconds for which links are busy in a step."""
+    timeline = simulate(problem, plan)
+    return sum(timeline.busy(lane) for lane in timeline.lanes if lane not in (COMPUTE, UPDATE))
 
 
 def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]:
