@@ -66,6 +66,11 @@ def test_an_option_that_places_nothing_partitions_nothing(option: dict[str, Any]
     assert types_of(ours) == {nn.Parameter}
 
 
+def test_a_machine_that_is_not_known_is_refused_though_nothing_depends_on_it() -> None:
+    with pytest.raises(zinf_compile.PlanError, match="machine 'foo' is no shipped profile"):
+        as_a_user(Mlp(), machine="foo")(*vectors(0))
+
+
 @pytest.mark.parametrize(
     "option",
     [{"params": "device"}, {"bucket": "1MiB"}, {"device_memory": "1GiB"}, {"tile": "1MiB"}, {"host_memory": "8GiB"}],

@@ -53,6 +53,33 @@ def test_several_budgets_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "bytes on device" in names
 
 
+def test_the_least_that_is_named_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As text, which rounds it."""
+
+    def wide() -> Example:
+        return nn.Sequential(nn.Linear(8192, 10500, bias=False), nn.Linear(10500, 64, bias=False)), (torch.zeros(8, 8192),)
+
+    monkeypatch.setitem(TARGETS, "wide", wide)
+    command = ["plan", "wide", "--machine", "h100", "--device-memory"]
+    assert main([*command, "20MiB"]) == 1
+    least = capsys.readouterr().out.strip().rpartition("device ")[2]
+    assert main([*command, least.replace(" ", "")]) == 0
+    assert main([*command, f"{float(least.removesuffix(' GiB')) * 0.99}GiB"]) == 1
+
+
+def test_a_model_of_which_nothing_is_compiled_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Eager(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    monkeypatch.setitem(TARGETS, "nothing", lambda: (Eager(3, 4), (torch.zeros(2, 3),)))
+    assert main(["plan", "nothing", "--machine", "h100"]) == 2
+    assert "target 'nothing': nothing of the model was compiled" in capsys.readouterr().err
+
+
 def test_text_and_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--device-memory", "1GiB", "--explain"]) == 0
     text = capsys.readouterr().out

@@ -11,6 +11,7 @@ from torch import fx
 from zinf_compile._torch import raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
+from zinf_compile.plan.profile import find_profile
 
 from .graph_compiler import Compiled, GraphCompiler, NothingMovesError
 from .ordinary_graph import OrdinaryCompiler, may_stay, nothing_moves
@@ -39,6 +40,8 @@ def compile_captured(
     given = tuple(options or ())
     try:
         config = Config.from_options(options, mode=mode)
+        if (machine := config.machine_name()) is not None:
+            find_profile(machine)  # raises for one that isn't known, also where nothing is decided by it
         stops = not partition and may_stay(config, given, inputs)
         if not (stops and nothing_moves(config, inputs)):
             with contextlib.suppress(NothingMovesError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from zinf_compile.errors import BudgetError, PlanError
@@ -15,6 +16,9 @@ from zinf_compile.plan.planners._build import ahead_by, build
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.simulate import simulate
 from zinf_compile.plan.table import shares_line
+
+_NO_CAP = sys.maxsize
+"""What a dump without a cap plans for."""
 
 LARGE = 1500
 """Regions, units and pieces of a problem for which a bound is not worth the time that it takes to find."""
@@ -75,7 +79,7 @@ def bytes_by_choice(
 
 
 def _memories(used: Sequence[tuple[Tier, int, int]]) -> list[str]:
-    return [f"{tier} {_size(count)} of {_size(cap)}" for tier, count, cap in used]
+    return [f"{tier} {_size(count)}" + (f" of {_size(cap)}" if cap < _NO_CAP else "") for tier, count, cap in used]
 
 
 def _as_it_runs(problem: StepProblem, homes: Homes) -> Plan:

@@ -24,7 +24,7 @@ from . import bench_io, consolidate, doctor, inspect_checkpoint, plan
 from .colors import colored
 from .models import TARGETS
 from .timed_transfers import time_transfers
-from .trace import DEVICES, DumpError, Scheduled, load_target, pass_names, trace
+from .trace import DEVICES, DumpError, Scheduled, load_target, nothing_compiled, pass_names, trace
 
 _LINKS = {
     "gathered": "gathered",
@@ -69,10 +69,7 @@ def dump(options: argparse.Namespace) -> str:
     target = load_target(options.target)
     found = trace(target, options=given, world_size=options.world, device=options.device, after=around)
     if not found:
-        raise DumpError(
-            f"target {options.target!r}: nothing of the model was compiled. Dynamo left its forward to eager code, or it has no "
-            "parameters; TORCH_LOGS=graph_breaks names the places"
-        )
+        raise nothing_compiled(options.target)
     if options.machine is not None:
         time_transfers(found, options.machine, world=options.world)
     if options.hash:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -242,7 +243,7 @@ def _text(each: Planned, row: dict[str, Any]) -> str:
         if each.least is None:
             return f"{each.title}: it does not fit, whatever the budgets; give it a farther tier (--nvme), or more ranks"
         given = {memory.tier: memory.bytes for memory in each.problem.memories}
-        grown = [f"{tier} {_gib(count)}" for tier, count in each.least.items() if count != given[tier]]
+        grown = [f"{tier} {_rounded_up(count)}" for tier, count in each.least.items() if count != given[tier]]
         return f"{each.title}: it does not fit; the least that does, where no saved value moves: {', '.join(grown)}"
     lines = [
         summary_line(each.problem, each.timeline, bound=each.bound.seconds, by=each.bound.by),
@@ -269,6 +270,13 @@ def _gib(count: int | None) -> str:
     if count is None:
         return "no limit"
     return f"{count / 2**30:,.1f} GiB" if count >= 2**28 else f"{count / 2**20:,.2f} MiB"
+
+
+def _rounded_up(count: int) -> str:
+    """Return a budget as text that, given back, is no smaller, and at most a per mille larger."""
+    unit, name = (2**30, "GiB") if count >= 2**28 else (2**20, "MiB")
+    digits = max(0, 3 - math.floor(math.log10(max(count, 1) / unit)))
+    return f"{math.ceil(count / unit * 10**digits) / 10**digits:,.{digits}f} {name}"
 
 
 def _options(text: str) -> dict[str, Any]:

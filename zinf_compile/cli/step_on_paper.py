@@ -15,7 +15,7 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.stretch import count_blocks, stretch
 
 from .models import DEEP
-from .trace import Target, load_target
+from .trace import Target, load_target, nothing_compiled
 from .trace_step import trace_step
 
 TRACED = 6
@@ -59,6 +59,8 @@ def paper_step(
 
     def made(build: Target, blocks: Blocks | None) -> PaperStep:
         pairs, tokens = _traced(build, options, world=facts.world_size, host_is_device=host_is_device)
+        if not pairs:
+            raise nothing_compiled(target)
         problem = step_problem(pairs, facts, micro_batches=micro_batches, name=target)
         if blocks is None:
             return PaperStep(problem, tokens, None)

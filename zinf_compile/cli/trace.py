@@ -82,6 +82,14 @@ class Scheduled:
     """Of a forward and its backward, the bytes that the forward saves, by what becomes of them: "keep", or a tier."""
 
 
+def nothing_compiled(target: str) -> DumpError:
+    """Return the error for a target of which no graph was captured."""
+    return DumpError(
+        f"target {target!r}: nothing of the model was compiled. Dynamo left its forward to eager code, or it has no parameters; "
+        "TORCH_LOGS=graph_breaks names the places"
+    )
+
+
 class DumpError(ValueError):
     """The target of a dump can't be found or run; the message says what is accepted."""
 
