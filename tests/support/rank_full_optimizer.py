@@ -231,6 +231,6 @@ def before_the_first_step(rank: int, size: int) -> None:
     saved = zinf_compile.full_optimizer_state_dict(optimizer)
     assert_same_optimizer(optimizer.state_dict(), saved)
     zinf_compile.load_full_optimizer_state_dict(optimizer, saved)
-    with pytest.raises(UnsupportedOptimizerError, match="nothing is partitioned yet: then each rank needs one"):
+    with pytest.raises(UnsupportedOptimizerError, match="nothing is partitioned: then each rank needs one"):
         zinf_compile.load_full_optimizer_state_dict(optimizer, None)
     dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ def partition(
     placement: Callable[[int], Placement],
     *,
     called: bool,
-    buffers: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
     """Make whole parameters hollow, at the `placement` of their key: rank 0's values, spread over the ranks unit by unit.
 
@@ -46,8 +47,6 @@ def partition(
             check_shared({name: parameter for parameter, name in distinct}, buffers)
             made = make_units(distinct, context, homes)
         units = list(zip(distinct, made, strict=True))
-        for parameter, name in distinct:
-            leave(parameter, name)
         for (parameter, name), unit in units:
             if unit.backing is not None:
                 _spread(parameter, unit, name)
@@ -55,6 +54,7 @@ def partition(
             if unit.backing is None:
                 _spread(parameter, unit, name)
                 context.memory.ledger.track("params", unit.shard)
+            leave(parameter, name)
             if id(parameter) in used:
                 hollow_out(parameter, unit, held=parameter.detach())
             else:
