@@ -21,7 +21,7 @@ from training import BACKEND, adamw, assert_same, assert_same_models, plain_step
 from twin_models import Twins
 from versions import needs_guard_of_requires_grad
 
-from zinf_compile import PartitionedParameterError, UnsupportedModelError, UnsupportedOptimizerError, gathered
+from zinf_compile import PartitionedParameterError, UnsupportedModelError, UnsupportedOptimizerError, full_state_dict, gathered
 from zinf_compile.sharded.parameter import ShardedParameter
 
 pytestmark = pytest.mark.keeps_graphs
@@ -311,6 +311,20 @@ def norm(weight: torch.Tensor) -> torch.Tensor:
 def test_a_compiled_function_takes_a_partitioned_parameter(backend: str) -> None:
     pair = Pair()
     assert_same("norm", norm(pair.eager.first.weight), torch.compile(norm, backend=backend)(pair.ours.first.weight))
+
+
+def test_a_trace_of_a_partitioned_model_is_refused_by_name(tmp_path: Path) -> None:
+    """It would hold the way to the values; a plain copy is traced."""
+    model, batch = Mlp(), vectors(0)
+    torch.compile(model, backend=BACKEND, options={"compute": "fx"})(*batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch 2.13 that it is deprecated
+        with pytest.raises(PartitionedParameterError, match=r"torch.jit.trace reads parameter first.weight.*trace a plain copy"):
+            torch.jit.trace(model, batch)
+        plain = Mlp()
+        plain.load_state_dict(full_state_dict(model))
+        traced = torch.jit.trace(plain, batch)
+    assert_same("loss", model(*batch).detach(), traced(*batch).detach())
 
 
 RISKY = """

@@ -68,6 +68,11 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
             f"torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit} times and then gave up. Raise "
             "torch._dynamo.config.recompile_limit, or find what changes from call to call with TORCH_LOGS=recompiles"
         )
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]  # a trace would hold the way to the values, not them
+        raise PartitionedParameterError(
+            f"torch.jit.trace reads parameter {unit.name}, shape {list(unit.shape)}, which is partitioned: trace a plain copy of "
+            "the model that has loaded zinf_compile.full_state_dict(model)"
+        )
     try:
         answer = on_shards(func, name, args, kwargs, parameters)
     except PartitionedParameterError:
