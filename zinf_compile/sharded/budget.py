@@ -30,7 +30,7 @@ from zinf_compile.runtime.memory.reservations import Reservation, references
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.create import shard_group_of
 
-from .caps import Caps, collect_unused, find_caps, held_bytes
+from .caps import Caps, Collection, collect_unused, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
 from .graph_needs import GraphNeeds
 from .other_graphs import bytes_beside, copies_to_come, not_held_yet, running_units, transient_of_unseen, unseen_parameters
@@ -90,7 +90,7 @@ class GraphBudget:
         self._planned = PlannedParameters()
         self._reservations: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
-        self._checked, self.measuring = False, measuring
+        self._checked, self.measuring, self._collect = False, measuring, Collection()
         self._together = together and context.size > 1
         self._needs = GraphNeeds(context, together=self._together)
         self.signature, self._tile = config.signature(), config.tile_bytes
@@ -107,7 +107,7 @@ class GraphBudget:
             config,
             context.device,
             context.link.topology,
-            outside=outside_bytes(config, context, inputs, () if fresh else units.values()).more(
+            outside=outside_bytes(config, context, inputs, () if fresh else units.values(), collect=self._collect).more(
                 self._rounding(self.placements).total
             ),
             gradient_stays=self._gradient_stays,
@@ -169,7 +169,7 @@ class GraphBudget:
         Room is left for parameters that no graph has seen yet, for what other graphs don't hold yet, and for what steps add.
         """
         if not self.measuring:
-            collect_unused(self.context, self.caps, declared=self._declared)
+            collect_unused(self.context, self.caps, self._collect, declared=self._declared)
         self._for_all, self._strict, self._unseen, self._placed = True, strict, list(unseen), None
         self._alike = frozenset((slot.shape, slot.dtype) for slot in unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")

@@ -64,14 +64,24 @@ def find_caps(config: Config, context: Context, *, held: int) -> Caps:
     return Caps(usable_device + held, host, _PROCESS, host_source)
 
 
-def collect_unused(context: Context, caps: Caps, *, declared: bool) -> None:
-    """Free what nobody uses any more, which takes long, where memory is scarce or was `declared` to be.
+class Collection:
+    """Frees what nobody uses any more, once for a graph: each takes a good part of a second."""
 
-    A model of many graphs would wait for it at each of them.
-    """
+    def __init__(self) -> None:
+        self._done = False
+
+    def __call__(self) -> None:
+        """Free it, at the first call: compiling a graph takes no memory that is planned for."""
+        if not self._done:
+            self._done = True
+            gc.collect()
+
+
+def collect_unused(context: Context, caps: Caps, collect: Collection, *, declared: bool) -> None:
+    """Free what nobody uses any more where memory is scarce or was `declared` to be: a model of many graphs waits for each."""
     held, on_host = (ledger.total()[0] for ledger in (context.memory.ledger, context.memory.host_ledger))
     if declared or 2 * held > caps.device or 2 * on_host > caps.host:
-        gc.collect()
+        collect()
 
 
 def held_bytes(ledger: Ledger, more: int, cap: int, memory: Memory | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -193,10 +192,12 @@ def maker_of(units: Iterable[Unit | Tile]) -> Hashable:
     return frozenset(unit.serial for unit in units if not isinstance(unit, Tile)) or None
 
 
-def outside_bytes(config: Config, context: Context, inputs: Sequence[Any], units: Iterable[Unit]) -> Outside:
+def outside_bytes(
+    config: Config, context: Context, inputs: Sequence[Any], units: Iterable[Unit], *, collect: Callable[[], None]
+) -> Outside:
     """Return the bytes of an accelerator's memory that are the user's own or libraries', beside `inputs` of a graph.
 
-    `units`: of the graph's parameters, where an earlier variant of it has partitioned them.
+    `units`: of the graph's parameters, where an earlier variant of it has partitioned them; `collect` frees what nobody uses.
     On the CPU nothing tells whose memory is whose: there it is what other graphs have saved.
     """
     if config.device_memory is None:
@@ -205,7 +206,7 @@ def outside_bytes(config: Config, context: Context, inputs: Sequence[Any], units
     maker = maker_of(units)
     found = _outside(context, inputs, maker)
     if found.bytes:
-        gc.collect()  # what nobody uses any more
+        collect()  # what nobody uses any more
         found = _outside(context, inputs, maker)
     return found
 

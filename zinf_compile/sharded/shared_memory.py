@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zinf_compile._frames import callers
 from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.system.process_wide import process_wide
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -94,12 +95,12 @@ def _range_of(tensor: torch.Tensor) -> _Range | None:
     """Return where a tensor is; None for one that is partitioned, of a class of its own, or without memory."""
     if type(tensor) not in _PLAIN or tensor.layout != torch.strided or not tensor.numel():
         return None
-    size, storage = tensor.element_size(), tensor.untyped_storage()
+    storage, start = tensor.untyped_storage(), int(tensor.storage_offset())
     if not storage.nbytes():
         return None
-    start = tensor.storage_offset() * size
-    reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Range(storage._cdata, int(start), int(start + (reach + 1) * size))
+    end = start + 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    size = format_of(tensor.dtype)
+    return _Range(storage._cdata, size.bytes(start), size.bytes(end))
 
 
 def _overlap(one: _Range, other: _Range) -> bool:
