@@ -86,6 +86,23 @@ def test_ordinary_parameters_go_on_sharing(share: Callable[[Square], None]) -> N
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("share", [tied_by_data, one_in_the_other, a_buffer])
+def test_what_is_not_trained_may_be_apart(share: Callable[[Square], None]) -> None:
+    """A table that is a buffer and a frozen embedding's weight, say."""
+    torch.manual_seed(7)
+    eager = Square().requires_grad_(False)
+    eager.second.bias.requires_grad_(share is not one_in_the_other)
+    share(eager)
+    ours = copy.deepcopy(eager)
+    call = torch.compile(ours, backend=BACKEND, options=FX)
+    x = torch.ones(3, 16, requires_grad=True)
+    for run in (eager, call):
+        x.grad = None
+        run(x).backward()
+    assert_same_models(eager, ours)
+    assert {type(parameter) for parameter in ours.parameters()} == {ShardedParameter}
+
+
 def test_parameters_side_by_side_share_nothing() -> None:
     torch.manual_seed(7)
     eager = Square()

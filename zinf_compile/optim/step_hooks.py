@@ -126,7 +126,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _check_memory(optimizer: Optimizer) -> None:
     """Raise `UnsupportedOptimizerError` for a tensor with the memory that a partitioned parameter once had."""
     for tensor in (p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)):
-        if (name := former_owner(tensor)) is not None:
+        if name := former_owner(tensor)[0]:
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} updates a tensor of shape {list(tensor.shape)} in the memory that parameter {name} "
                 "had before it was partitioned, and no longer has (one flat buffer for all parameters, say). Give the optimizer "

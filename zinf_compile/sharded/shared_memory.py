@@ -36,6 +36,7 @@ class _Left:
     """Memory that a parameter had before it was partitioned."""
 
     name: str
+    trained: bool
     place: _Range
     storage: StorageWeakRef
 
@@ -48,6 +49,7 @@ def check_shared(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, t
     """Raise `UnsupportedModelError` where one of `parameters`, which are about to be partitioned, shares memory with another one.
 
     Or with one of `buffers`, or of the tensors of modules whose methods are running, or with a parameter that was partitioned.
+    Where neither is trained both keep their values, and may be apart.
     """
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for module in [caller for caller in callers() if isinstance(caller, nn.Module)]:
@@ -58,15 +60,17 @@ def check_shared(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, t
     found = [(place, key) for key, (_, tensor) in named.items() if (place := _range_of(tensor)) is not None]
     last: tuple[_Range, int] | None = None
     for place, key in sorted(found, key=lambda row: (row[0].storage, row[0].start, row[0].end)):
-        if last is not None and _overlap(last[0], place) and (key in wanted or last[1] in wanted):
+        if last is not None and _overlap(last[0], place) and not wanted.isdisjoint((key, last[1])):
             (first, one), (second, other) = (named[k] for k in sorted((last[1], key), key=lambda k: k not in wanted))
-            raise UnsupportedModelError(
-                _refusal(first, second, both=isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter))
-            )
+            if one.requires_grad or other.requires_grad:
+                raise UnsupportedModelError(
+                    _refusal(first, second, both=isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter))
+                )
         if last is None or place.storage != last[0].storage or place.end > last[0].end:
             last = place, key
     for name, parameter in parameters.items():
-        if (earlier := former_owner(parameter)) is not None:
+        earlier, trained = former_owner(parameter)
+        if earlier and (trained or parameter.requires_grad):
             raise UnsupportedModelError(_refusal(name, earlier, both=True))
 
 
@@ -74,7 +78,8 @@ def leave(parameter: nn.Parameter, name: str) -> None:
     """Note the memory of a parameter that is about to be partitioned."""
     place = _range_of(parameter)
     if place is not None:
-        _left.setdefault(place.storage, []).append(_Left(name, place, StorageWeakRef(parameter.untyped_storage())))
+        left = _Left(name, parameter.requires_grad, place, StorageWeakRef(parameter.untyped_storage()))
+        _left.setdefault(place.storage, []).append(left)
 
 
 def any_left() -> bool:
@@ -84,11 +89,14 @@ def any_left() -> bool:
     return bool(_left)
 
 
-def former_owner(tensor: torch.Tensor) -> str | None:
-    """Return the name of the parameter that had a tensor's memory, or part of it, before it was partitioned; None: none."""
+def former_owner(tensor: torch.Tensor) -> tuple[str, bool]:
+    """Return the name of the parameter that had a tensor's memory, or part of it, before it was partitioned; empty: none.
+
+    And whether it is trained.
+    """
     place = _range_of(tensor) if any_left() else None
     rows = () if place is None else _left.get(place.storage, ())
-    return next((row.name for row in rows if place is not None and _overlap(row.place, place)), None)
+    return next(((row.name, row.trained) for row in rows if place is not None and _overlap(row.place, place)), ("", False))
 
 
 def _range_of(tensor: torch.Tensor) -> _Range | None:
