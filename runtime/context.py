@@ -40,6 +40,8 @@ class Context:
 
     closed: ClassVar[bool] = False
     """Whether it was closed by `close_context`."""
+    left = False
+    """Whether it is that of a process that forked this one, with drives: nothing new can be partitioned in it."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, link: DeviceLink | None = None
@@ -232,8 +234,9 @@ def _end() -> None:
 def _leave_drives_to_parent() -> None:
     """Have new models of a forked child make an engine and threads of their own: those of its parent are not there."""
     for key, context in list(_contexts.items()):
-        if context.group is None and context._engine is not None:
+        if context.size == 1 and context._engine is not None:
             del _contexts[key]
+            context.left = True
 
 
 os.register_at_fork(after_in_child=_leave_drives_to_parent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 import math
 import warnings
@@ -314,14 +316,31 @@ def test_a_model_changes_its_type_by_swapping_tensors(monkeypatch: pytest.Monkey
     assert types_of(ours) == {nn.Parameter}
 
 
-def test_what_is_gone_is_forgotten() -> None:
-    """Its storage, not its address: others get that."""
-    for _ in range(200):
-        parameter = nn.Parameter(torch.ones(3))
-        assert not ordinary.is_ordinary(parameter)
-        ordinary.note_ordinary([parameter])
-        assert ordinary.is_ordinary(parameter)
-    assert len(ordinary._ordinary) < 10
+def test_what_is_noted_stays_so_with_other_memory_and_copies_are_others() -> None:
+    """As SAM's second step gives it; and a pickled one is another parameter."""
+    model = Mlp()
+    plain_step(as_a_user(model), adamw(model.parameters()), vectors(0))
+    assert all(map(ordinary.is_ordinary, model.parameters()))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert all(map(ordinary.is_ordinary, model.parameters()))
+    file = io.BytesIO()
+    torch.save(list(model.parameters()), file)
+    file.seek(0)
+    for others in (copy.deepcopy(model).parameters(), torch.load(file)):
+        assert not any(map(ordinary.is_ordinary, others))
+    zinf_compile.reset()
+    assert not any(map(ordinary.is_ordinary, model.parameters()))
+
+
+def test_nobody_is_warned_where_parameters_get_other_memory_before_their_first_step() -> None:
+    model = Mlp()
+    loss_of(as_a_user(model)(*vectors(0))).backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adamw(model.parameters()).step()
 
 
 def test_a_second_derivative_is_refused() -> None:

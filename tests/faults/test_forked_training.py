@@ -36,6 +36,7 @@ def step(call, optimizer):
     return loss.item()
 
 losses, call, optimizer = train()
+train()  # another one: Dynamo's graph serves any
 for resets in (False, True):
     if (child := os.fork()) == 0:
         if resets:
@@ -45,6 +46,11 @@ for resets in (False, True):
                 step(call, optimizer)
             except Exception as error:
                 print(type(error).__name__, error, flush=True)
+            try:
+                train()
+            except Exception as error:
+                print(type(error).__name__, str(error).split(", or")[0], flush=True)
+            torch.compiler.reset()
         print("the child's are the same:", train()[0] == losses, flush=True)
         sys.stdout.flush()
         os._exit(0)
@@ -60,6 +66,7 @@ def test_a_forked_child_trains_models_of_its_own(tmp_path: Path) -> None:
         program, check=False, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert ended.returncode == 0, ended.stderr
-    refusal, *lines = ended.stdout.splitlines()
+    refusal, compiled, *lines = ended.stdout.splitlines()
     assert "which forked this one: make the model that uses it here, or start processes by spawn" in refusal
+    assert "drives of a process that forked this one: call torch.compiler.reset() here" in compiled
     assert lines == [*["the child's are the same: True", "exit 0"] * 2, "the parent goes on: True"]

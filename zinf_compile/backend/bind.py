@@ -169,6 +169,11 @@ class Binder:
 
     def _partition(self, args: Arguments, fresh: Sequence[int], placements: Placements | None = None, *, called: bool) -> None:
         slots = self._program.slots
+        if self._context.left:
+            raise PartitionedParameterError(
+                f"the {self._program.name} was compiled for the drives of a process that forked this one: call "
+                "torch.compiler.reset() here, which has models of this process compiled anew, or start processes by spawn"
+            )
         refuse_running_steps([(args[r], slots[r]) for r in fresh])
         parameters = {r: (args[r], slots[r].name) for r in fresh}
         placed = placements or self._placements

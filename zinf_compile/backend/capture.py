@@ -183,20 +183,22 @@ def _reject_assignments(gm: fx.GraphModule, captured: Captured, *, partitions: b
     for node in list(gm.graph.nodes):
         if node.target in DATA_ASSIGNMENTS and node.args[0] in names:
             slot = slots.get(node.args[0])
-            if slot is None or not _assigns_itself(node, slot):
+            if not _assigns_itself(node):
                 raise _mutation(slot, node) if slot is not None and partitions else _assignment(names[node.args[0]], node)
             for bookkeeping in [*node.users, node]:  # Dynamo compensates for the version that set_ increments
                 gm.graph.erase_node(bookkeeping)
     gm.recompile()
 
 
-def _assigns_itself(assignment: fx.Node, slot: ParameterSlot) -> bool:
+def _assigns_itself(assignment: fx.Node) -> bool:
     """Return whether the value is the parameter in its own type and on its own device: `parameter.data = parameter.to(...)`."""
     parameter, value = assignment.args[:2]
     if not isinstance(value, fx.Node) or value.target not in converting_methods() or value.args[0] is not parameter:
         return False
-    found = value.meta["example_value"]
-    unchanged = (found.dtype, found.device, found.stride()) == (slot.dtype, slot.device, slot.stride)
+    before, found = value.args[0].meta["example_value"], value.meta["example_value"]  # type: ignore[union-attr]
+    unchanged = (found.dtype, found.device, found.layout) == (before.dtype, before.device, before.layout)
+    if unchanged and found.layout == torch.strided:
+        unchanged = found.stride() == before.stride()
     return unchanged and not any(user.users or user.op == "output" for user in assignment.users)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +9,11 @@ from torch import fx
 
 from zinf_compile._torch import raise_through_dynamo
 from zinf_compile.config import Config
-from zinf_compile.errors import ZinfError
+from zinf_compile.errors import UnsupportedModelError, ZinfError
 from zinf_compile.plan.profile import find_profile
 
 from .graph_compiler import Compiled, GraphCompiler, NothingMovesError
-from .ordinary_graph import OrdinaryCompiler, may_stay, nothing_moves
+from .ordinary_graph import OrdinaryCompiler, has_room, may_stay, nothing_moves
 
 
 def zero_infinity(
@@ -40,12 +39,17 @@ def compile_captured(
     given = tuple(options or ())
     try:
         config = Config.from_options(options, mode=mode)
-        if (machine := config.machine_name()) is not None:
-            find_profile(machine)  # raises for one that isn't known, also where nothing is decided by it
         stops = not partition and may_stay(config, given, inputs)
         if not (stops and nothing_moves(config, inputs)):
-            with contextlib.suppress(NothingMovesError):
+            try:
                 return GraphCompiler(config, given=given, stops=stops).compile(gm, inputs)
+            except NothingMovesError:
+                pass
+            except UnsupportedModelError:  # what can't be partitioned needn't be where it fits as it is
+                if not (stops and has_room(inputs)):
+                    raise
+        if (machine := config.machine_name()) is not None:
+            find_profile(machine)  # raises for one that isn't known, though nothing is decided by it
         return OrdinaryCompiler(config, given=given).compile(gm, inputs)
     except ZinfError as error:
         raise raise_through_dynamo(error) from error.__cause__

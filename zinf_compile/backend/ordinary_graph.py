@@ -26,7 +26,7 @@ from zinf_compile.passes.lower import lower
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import usable_bytes
 from zinf_compile.sharded.budget import GraphBudget
-from zinf_compile.sharded.ordinary import address_of, has_memory, is_ordinary, note_ordinary
+from zinf_compile.sharded.ordinary import is_ordinary, note_ordinary
 from zinf_compile.sharded.parameter import unit_of
 
 from .decide_memory import Cut
@@ -63,8 +63,12 @@ def nothing_moves(config: Config, inputs: Sequence[Any]) -> bool:
     parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
     if any(map(is_ordinary, parameters)):
         return True
-    if config.nvme:
-        return False  # homes are decided
+    return not config.nvme and has_room(inputs)  # with a drive homes are decided
+
+
+def has_room(inputs: Sequence[Any]) -> bool:
+    """Say whether what steps add to a graph's parameters has room where they are."""
+    parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
     more = {parameter.device: 0 for parameter in parameters}
     for parameter in parameters if torch.is_grad_enabled() else ():
         more[parameter.device] += _MORE * parameter.nbytes * parameter.requires_grad
@@ -81,7 +85,7 @@ class OrdinaryCompiler(GraphCompiler):
         trains = torch.is_grad_enabled()
         compiled = super().compile(gm, example_inputs)
         _log.info("graph %d: parameters stay ordinary ones: on one rank, with these options, nothing moves", self.number)
-        places = [index for index, value in enumerate(example_inputs) if isinstance(value, nn.Parameter) and has_memory(value)]
+        places = [index for index, value in enumerate(example_inputs) if isinstance(value, nn.Parameter)]
         return _noting(compiled, places) if places and trains else compiled
 
     def make_budget(self, slots: Sequence[Any], inputs: Sequence[Any], context: Context) -> GraphBudget:
@@ -115,15 +119,13 @@ class OrdinaryCompiler(GraphCompiler):
 def _noting(compiled: Compiled, places: Sequence[int]) -> Compiled:
     """Return a compiled graph of a training that notes the parameters among its inputs as ordinary at the first of their calls.
 
-    One graph serves all models that are alike: whose they are, a call says.
+    One graph serves all models that are alike: whose they are, a call says. Two graphs may share some of them: the first and the
+    last are looked at.
     """
-    first, seen = places[0], set[int]()
-    """Addresses of first parameters whose models are noted."""
+    first, last = places[0], places[-1]
 
     def run(*args: Any) -> Any:
-        address = address_of(args[first])
-        if address not in seen or not is_ordinary(args[first]):
-            seen.add(address)
+        if not (is_ordinary(args[first]) and is_ordinary(args[last])):
             note_ordinary([args[place] for place in places])
         return compiled(*args)
 

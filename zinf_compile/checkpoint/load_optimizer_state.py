@@ -49,7 +49,8 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     if context is None:
         if not state:
             _raise_for(optimizer, [NOT_GIVEN])
-        _raise_for(optimizer, _mismatches(optimizer, units, state))
+        own = type(optimizer).load_state_dict is not Optimizer.load_state_dict  # knows itself what it takes
+        _raise_for(optimizer, _no_mapping(state) if own else _mismatches(optimizer, units, state))
         load_plain(optimizer, dict(state or {}))
         return
     ranks = ranks_of(units)
@@ -105,7 +106,9 @@ def load_plain(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
     Those with master copies keep their types: they may be partitioned with some, and else a step rounds them.
     """
-    masters = any(MASTER in each for each in state["state"].values() if isinstance(each, Mapping))
+    states = state.get("state")
+    given = states.values() if isinstance(states, Mapping) else ()
+    masters = any(MASTER in each for each in given if isinstance(each, Mapping))
     if masters:
         keep_precision(optimizer)
     optimizer.load_state_dict(state)

@@ -276,7 +276,7 @@ def _rounded_up(count: int) -> str:
     """Return a budget as text that, given back, is no smaller, and at most a per mille larger."""
     unit, name = (2**30, "GiB") if count >= 2**28 else (2**20, "MiB")
     digits = max(0, 3 - math.floor(math.log10(max(count, 1) / unit)))
-    return f"{math.ceil(count / unit * 10**digits) / 10**digits:,.{digits}f} {name}"
+    return f"{math.ceil(count / unit * 10**digits) / 10**digits:.{digits}f} {name}"
 
 
 def _options(text: str) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class ChunkStep:
                     continue
                 large.add(name)
                 if self._moves(state, columns.get(name)):
-                    kept += self._finish_state(parameter, piece, name, state)
+                    kept += self._finish_state(parameter, piece, name, state, staging)
             self._large[parameter] = large
             self._owner.applied(parameter)
         arriving = dict(zip(values, self._keep(list(values.values()), staging), strict=True))
@@ -155,8 +155,10 @@ class ChunkStep:
     def _is_large(self, name: str, state: Any) -> bool:
         return isinstance(state, torch.Tensor) and (state.numel() > 1 or name in self._kept)
 
-    def _finish_state(self, parameter: ShardedParameter, piece: Piece, name: str, state: Any) -> list[KeptPiece]:
-        """Return what is to be kept: one on a drive is written from its place in the buffer."""
+    def _finish_state(
+        self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, staging: Mapping[str, StagingBuffers]
+    ) -> list[KeptPiece]:
+        """Return what is still to be kept: a new one is, and one on a drive is written from its place in the buffer."""
         if name not in self._kept:
             raise UnsupportedOptimizerError(
                 f"state {name!r} for parameter {parameter._zinf_unit.name} appeared after its states were laid out (found then: "
@@ -167,9 +169,12 @@ class ChunkStep:
             if state.data_ptr() != place.data_ptr():
                 place.copy_(state)
             return []
-        if name not in self._owner.table.present(parameter, self._optimizer):
-            self._owner.start_state(parameter, name, state.dtype)
-        return [(parameter, piece, name, state)]
+        kept = [(parameter, piece, name, state)]
+        if name in self._owner.table.present(parameter, self._optimizer):
+            return kept
+        self._owner.start_state(parameter, name, state.dtype)
+        self._keep(kept, staging)  # at once: what it was made in is let go before there is memory for the next one
+        return []
 
     def _keep(self, kept: Sequence[KeptPiece], staging: Mapping[str, StagingBuffers]) -> list[Pending | None]:
         return self._owner.keep_pieces(kept, staging, self._optimizer, self._buffer.under_way)

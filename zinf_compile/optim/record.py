@@ -75,6 +75,8 @@ class OptimizerRecord:
     """Loading keeps states in the types in which they were saved."""
     loaded_master: bool = False
     """A master copy was loaded for a parameter that is not partitioned, or not yet."""
+    memory_left: frozenset[int] = frozenset()
+    """Storages that partitioned parameters have left, as its last check of what it updates has found them."""
     loading: Mapping[Any, Mapping[str, Any]] | None = None
     """States that are being loaded, as they were saved."""
     checkpoint: str | None = None

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zinf_compile.errors import StepFailedError, UnsupportedOptimizerError
 from zinf_compile.sharded.parameter import ShardedParameter
-from zinf_compile.sharded.shared_memory import any_left, former_owner
+from zinf_compile.sharded.shared_memory import all_left, forget_unused, former_owner
 from zinf_compile.sharded.wrapping_optimizers import is_wrapper
 
 from .before_updates import prepare_updates
@@ -100,8 +100,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         repeated.begin_timing()
         return (repeated.optimizer, *args[1:]), kwargs
     hollow = hollow_of(optimizer)
-    if any_left():
+    if (left := all_left()) != record.memory_left:
         _check_memory(optimizer)
+        record.memory_left = left
     if not hollow and not split_units(optimizer):
         check_compiled(optimizer)
         if record.loaded_master:
@@ -125,6 +126,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _check_memory(optimizer: Optimizer) -> None:
     """Raise `UnsupportedOptimizerError` for a tensor with the memory that a partitioned parameter once had."""
+    if not forget_unused():
+        return
     for tensor in (p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)):
         if name := former_owner(tensor)[0]:
             raise UnsupportedOptimizerError(
@@ -142,7 +145,8 @@ def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[Offload
         check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
         warn_of_local_gradients(optimizer, hollow[0])
     join_states(optimizer, hollow)
-    drop_masters(optimizer)
+    drop_masters(optimizer, whole=record_of(optimizer).loaded_master)
+    record_of(optimizer).loaded_master = False
     split = split_units(optimizer)
     check_layouts(optimizer, [(p, optimizer.state[p]) for p in (*hollow, *split) if p in optimizer.state], renew=True)
     warn_of_short_updates(optimizer, hollow)

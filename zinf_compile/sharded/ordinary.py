@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from zinf_compile.runtime.system.process_wide import process_wide
 
-_ordinary: dict[int, StorageWeakRef] = process_wide({})
-"""By the address of a parameter's storage, which no other gets while it is referred to. The parameter itself is not referred to:
-PyTorch swaps no tensors that have weak references, as a change of a model's type may."""
+
+class _Mark:
+    """What a parameter carries that is noted. Pickled with it, it is an empty mapping, which says nothing, and loads anywhere.
+
+    There are no references to the parameter itself: PyTorch swaps no tensors that have weak ones, of Python or of C++, as a
+    change of a model's type may.
+    """
+
+    def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
+        return OrderedDict, ()
 
 
-def has_memory(parameter: torch.Tensor) -> bool:
-    """Say whether it may be noted: sparse ones have no storage."""
-    return parameter.layout == torch.strided
-
-
-def address_of(parameter: torch.Tensor) -> int:
-    """Return the address of the storage of one that has memory, or once had some."""
-    return parameter.untyped_storage()._cdata
+_marks: weakref.WeakSet[_Mark] = process_wide(weakref.WeakSet())
 
 
 def note_ordinary(parameters: Iterable[torch.Tensor]) -> None:
     """Note that a compiled graph has used these, at its first call with them."""
-    for address in [address for address, reference in _ordinary.items() if reference.expired()]:
-        del _ordinary[address]
+    mark = _Mark()
+    _marks.add(mark)
     for parameter in parameters:
-        storage = parameter.untyped_storage()
-        _ordinary[storage._cdata] = StorageWeakRef(storage)
+        parameter._zinf_ordinary = mark  # type: ignore[attr-defined]
 
 
 def is_ordinary(parameter: torch.Tensor) -> bool:
     """Say whether it is noted: nothing of its model was partitioned when a graph used it."""
-    return has_memory(parameter) and address_of(parameter) in _ordinary
+    mark = getattr(parameter, "_zinf_ordinary", None)
+    return type(mark) is _Mark and mark in _marks

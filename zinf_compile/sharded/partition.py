@@ -54,7 +54,7 @@ def partition(
             if unit.backing is None:
                 _spread(parameter, unit, name)
                 context.memory.ledger.track("params", unit.shard)
-            leave(parameter, name)
+            leave(parameter, name, unit)
             if id(parameter) in used:
                 hollow_out(parameter, unit, held=parameter.detach())
             else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -18,6 +19,7 @@ from zinf_compile._frames import callers
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.system.process_wide import process_wide
+from zinf_compile.runtime.units.unit import Unit
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -39,6 +41,7 @@ class _Left:
     trained: bool
     place: _Range
     storage: StorageWeakRef
+    unit: weakref.ref[Unit]
 
 
 _left: dict[int, list[_Left]] = process_wide({})
@@ -68,25 +71,39 @@ def check_shared(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, t
                 )
         if last is None or place.storage != last[0].storage or place.end > last[0].end:
             last = place, key
+    forget_unused()
     for name, parameter in parameters.items():
         earlier, trained = former_owner(parameter)
         if earlier and (trained or parameter.requires_grad):
-            raise UnsupportedModelError(_refusal(name, earlier, both=True))
+            raise UnsupportedModelError(
+                f"parameter {name} is in the memory that parameter {earlier} had before it was partitioned, and they would "
+                "differ from now on: assign one parameter to both places, which ties them, or give this one a copy "
+                f"({name}.data = {name}.data.clone())"
+            )
 
 
-def leave(parameter: nn.Parameter, name: str) -> None:
-    """Note the memory of a parameter that is about to be partitioned."""
+def leave(parameter: nn.Parameter, name: str, unit: Unit) -> None:
+    """Note the memory of a parameter that is about to be partitioned as a unit."""
     place = _range_of(parameter)
     if place is not None:
-        left = _Left(name, parameter.requires_grad, place, StorageWeakRef(parameter.untyped_storage()))
+        left = _Left(name, parameter.requires_grad, place, StorageWeakRef(parameter.untyped_storage()), weakref.ref(unit))
         _left.setdefault(place.storage, []).append(left)
 
 
-def any_left() -> bool:
-    """Say whether a tensor may have memory that a parameter had before it was partitioned."""
-    for address in [address for address, (first, *_) in _left.items() if first.storage.expired()]:
-        del _left[address]
+def forget_unused() -> bool:
+    """Forget memory that nobody holds any more, or whose parameter is gone; say whether there is any left."""
+    for address, rows in list(_left.items()):
+        kept = [row for row in rows if row.unit() is not None and not row.storage.expired()]
+        if len(kept) < len(rows):
+            _left.pop(address, None)
+        if kept:
+            _left[address] = kept
     return bool(_left)
+
+
+def all_left() -> frozenset[int]:
+    """Return the addresses of storages that parameters have left, some of which may be gone."""
+    return frozenset(_left)
 
 
 def former_owner(tensor: torch.Tensor) -> tuple[str, bool]:
@@ -94,9 +111,10 @@ def former_owner(tensor: torch.Tensor) -> tuple[str, bool]:
 
     And whether it is trained.
     """
-    place = _range_of(tensor) if any_left() else None
+    place = _range_of(tensor) if _left else None
     rows = () if place is None else _left.get(place.storage, ())
-    return next(((row.name, row.trained) for row in rows if place is not None and _overlap(row.place, place)), ("", False))
+    alive = (row for row in rows if place is not None and _overlap(row.place, place) and row.unit() is not None)
+    return next(((row.name, row.trained) for row in alive), ("", False))
 
 
 def _range_of(tensor: torch.Tensor) -> _Range | None:
