@@ -68,6 +68,7 @@ class Scaled(Mlp):
         self.scale = scale
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.to(x.device)  # of nothing: each parameter is assigned to itself
         return super().forward((x * self.scale).real, y)
 
 
@@ -99,14 +100,17 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
 }
 
 
+@pytest.mark.parametrize("drive", [False, True])
 @pytest.mark.parametrize("name", BUILDS)
-def test_what_cannot_be_partitioned_trains_as_it_is(name: str) -> None:
+def test_what_cannot_be_partitioned_trains_as_it_is(name: str, drive: bool, tmp_path: Path) -> None:
+    """Also where there is a drive, and homes would be decided for what can be."""
     build, batch = BUILDS[name]
     torch.manual_seed(7)
     eager = build()
     ours = copy.deepcopy(eager)
     kinds = {key: type(parameter) for key, parameter in eager.named_parameters()}
-    called, optimizers = as_a_user(ours), (momentum(eager), momentum(ours))
+    called = as_a_user(ours, **({"nvme": str(tmp_path)} if drive else {}))
+    optimizers = (momentum(eager), momentum(ours))
     for step in range(3):
         losses = [plain_step(*side, batch(step)) for side in zip((eager, called), optimizers, strict=True)]
         assert_same("loss", *[loss.detach() for loss in losses])

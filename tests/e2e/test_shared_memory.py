@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,19 @@ def test_an_optimizer_of_a_flat_buffer_is_refused(alone: bool) -> None:
     ):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_memory_whose_parameter_is_gone_is_free() -> None:
+    """A kept state dict that models take over one after the other."""
+    values = Mlp().state_dict()
+    for _ in range(2):
+        model = Mlp()
+        model.load_state_dict(values, assign=True)
+        loss_of(torch.compile(model, backend=BACKEND, options=FX)(*vectors(0))).backward()
+        assert {type(parameter) for parameter in model.parameters()} == {ShardedParameter}
+        del model
+        torch.compiler.reset()
+        gc.collect()
 
 
 def test_memory_that_nobody_holds_is_forgotten() -> None:

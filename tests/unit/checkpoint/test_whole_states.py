@@ -64,6 +64,25 @@ def test_training_goes_on_as_without_a_break(keep: Callable[..., Callable[[nn.Mo
     torch.testing.assert_close(dict(fresh[0].state_dict()), dict(model.state_dict()), rtol=0, atol=0)
 
 
+class OwnLayout(torch.optim.SGD):
+    """Wraps its state dict, as Lookahead does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["base"])
+
+
+def test_an_optimizer_with_a_layout_of_its_own_loads_what_it_takes() -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [OwnLayout(model.parameters(), lr=rate, momentum=0.9) for rate in (0.1, 0.2)]
+    zinf_compile.load_full_optimizer_state_dict(optimizers[1], optimizers[0].state_dict())
+    assert optimizers[1].param_groups[0]["lr"] == 0.1
+    with pytest.raises(zinf_compile.UnsupportedOptimizerError, match="it has no 'state'"):
+        zinf_compile.load_full_optimizer_state_dict(torch.optim.SGD(model.parameters()), optimizers[0].state_dict())
+
+
 def test_a_state_is_needed_on_each_rank_where_nothing_is_partitioned() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
