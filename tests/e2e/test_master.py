@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,14 @@ def step_by_hand(model: nn.Module, masters: list[torch.Tensor], optimizer: torch
     optimizer.step()
     for master, p in zip(masters, model.parameters(), strict=True):
         p.copy_(master)
+
+
+def train(call: Any, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
+    """Take the steps of these numbers."""
+    for number in numbers:
+        loss_of(call(*tokens(number))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def by_hand() -> tuple[list[float], list[torch.Tensor]]:
@@ -272,12 +281,6 @@ def test_precise_states_wait_for_the_partitioning(way: str, tmp_path: Path) -> N
         model = build()
         return model, torch.compile(model, backend=BACKEND, options=OPTIONS), torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def train(call: Any, optimizer: torch.optim.Optimizer, numbers: Any) -> None:
-        for number in numbers:
-            loss_of(call(*tokens(number))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     model, call, optimizer = made()
     train(call, optimizer, range(2))
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
@@ -323,12 +326,6 @@ def test_master_copies_of_the_optimizers_own_are_kept(backend: str, dtype: torch
     def made() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
         model = build().to(dtype)
         return model, torch.compile(model, backend=backend, options={"compute": "fx"}), OwnMasters(model.parameters(), 0.01)
-
-    def train(call: Any, optimizer: torch.optim.Optimizer, numbers: Any) -> None:
-        for number in numbers:
-            loss_of(call(*tokens(number))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
     model, call, optimizer = made()
     train(call, optimizer, range(3))
