@@ -32,7 +32,7 @@ def unseen_parameters(known: Iterable[object]) -> list[ParameterSlot]:
     seen = {id(parameter) for parameter in known}
     found: list[ParameterSlot] = []
     with no_torch_function():
-        for module in _running_modules():
+        for module in running_modules():
             for name, parameter in module.named_parameters():
                 if id(parameter) not in seen and type(parameter) in PARAMETER_TYPES and unit_of(parameter) is None:
                     found.append(ParameterSlot.of(parameter, name, index=-1 - len(found)))
@@ -43,11 +43,12 @@ def unseen_parameters(known: Iterable[object]) -> list[ParameterSlot]:
 def running_units() -> set[Unit]:
     """Return the units of the modules whose methods are running, as far as these are partitioned already."""
     with no_torch_function():
-        found = (unit_of(parameter) for module in _running_modules() for parameter in module.parameters())
+        found = (unit_of(parameter) for module in running_modules() for parameter in module.parameters())
         return {unit for unit in found if unit is not None}
 
 
-def _running_modules() -> list[nn.Module]:
+def running_modules() -> list[nn.Module]:
+    """Return the modules whose methods are running, the innermost first."""
     return [caller for caller in callers() if isinstance(caller, nn.Module)]
 
 
@@ -55,7 +56,7 @@ def bytes_beside(known: Iterable[object]) -> int:
     """Return the bytes of all other parameters of the modules whose methods are running, of partitioned ones as if whole."""
     seen, found = {id(parameter) for parameter in known}, 0
     with no_torch_function():
-        for module in _running_modules():
+        for module in running_modules():
             for parameter in module.parameters():
                 if id(parameter) not in seen:
                     found += format_of(parameter.dtype).bytes(parameter.numel())

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zinf_compile._frames import callers
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.unit import Unit
+
+from .other_graphs import running_modules
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -55,7 +56,7 @@ def check_shared(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, t
     Where neither is trained both keep their values, and may be apart.
     """
     named: dict[int, tuple[str, torch.Tensor]] = {}
-    for module in [caller for caller in callers() if isinstance(caller, nn.Module)]:
+    for module in running_modules():
         for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
             named.setdefault(id(tensor), (name, tensor))
     named |= {id(tensor): (name, tensor) for name, tensor in (*buffers.items(), *parameters.items())}
