@@ -15,9 +15,10 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.run_again import GraphCosts, cost_again, graph_costs
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import operation_seconds, step_problem, unit_members
-from zinf_compile.plan.fill_together import nearest, seconds_at, together_seconds
+from zinf_compile.plan.fill_together import seconds_at, together_seconds
 from zinf_compile.plan.memory_model import adam_states, shard_numel
 from zinf_compile.plan.plan import Homes
+from zinf_compile.plan.planners._build import nearest
 from zinf_compile.plan.problem_parts import Allowed, Memory
 from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.saved_homes import KEPT, Saving

@@ -12,7 +12,7 @@ from functools import partial
 
 from .fill_homes import Excess, Filled, fill_homes, no_bound
 from .plan import Homes
-from .planners._build import farthest
+from .planners._build import farthest, nearest
 from .planners._homes import least_seconds
 from .problem import StepProblem
 from .saved_homes import Saving
@@ -90,13 +90,3 @@ def _beside(problem: StepProblem, homes: Homes, saving: Saving) -> dict[str, flo
 
 def _with(check: Check, saving: Saving, homes: Homes) -> Excess:
     return check(homes, saving)
-
-
-def nearest(problem: StepProblem) -> Homes:
-    """Return homes as near as is allowed: what moves least."""
-    allowed, tiers = problem.allowed, problem.tiers
-    return Homes(
-        params={unit.name: problem.param_tiers(unit.name)[0] for unit in problem.units},
-        grads={unit.name: (allowed.grads or tiers)[0] for unit in problem.units if unit.trained},
-        states={piece.name: (allowed.states or tiers)[0] for piece in problem.pieces},
-    )

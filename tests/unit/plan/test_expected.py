@@ -8,9 +8,8 @@ import pytest
 from plan_cases import training
 
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.plan.fill_together import nearest
 from zinf_compile.plan.planners import cached_prefetch
-from zinf_compile.plan.planners._build import farthest
+from zinf_compile.plan.planners._build import farthest, nearest
 from zinf_compile.plan.planners._expected import Expected
 from zinf_compile.plan.planners._homes import fits, held_bytes
 from zinf_compile.plan.planners._near_homes import climb, near_homes
