@@ -131,12 +131,12 @@ def perform_waits(steps: Sequence[Wait], frees: Sequence[Sequence[int]], run: Ru
     """Perform consecutive waits, each with what is freed behind it: wait once for what arrives together, and cast it together."""
     registers, context = run.registers, run.context
     to_cast: list[int] = []
-    over: Pending | None = None
+    over: set[Pending] = set()
     for number, step in enumerate(steps):
         gathered: GatherHandle = registers[step.handle]
-        if gathered.pending is not None and gathered.pending is not over:
+        if gathered.pending is not None and gathered.pending not in over:
             context.finish(gathered.pending, gathered.what)
-            over = gathered.pending
+            over.add(gathered.pending)
         if gathered.dtype is None or gathered.stays is not None or gathered.full.device.type == "cpu":
             registers[step.out] = _full_of(gathered, context)
             del gathered
@@ -144,6 +144,7 @@ def perform_waits(steps: Sequence[Wait], frees: Sequence[Sequence[int]], run: Ru
         else:
             to_cast.append(number)
             del gathered
+    over.clear()  # a transfer may hold what is about to be let go
     if to_cast:
         handles: list[GatherHandle] = [registers[steps[number].handle] for number in to_cast]
         arrived = tuple(handle.full.nbytes for handle in handles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Placed:
-    """The part of a `Unit` that answers for it."""
+    """The part of a `Unit` that answers for it. A unit keeps its placement, so that answers are computed once."""
 
     context: Context
     placement: Placement
@@ -28,7 +29,7 @@ class Placed:
         """See `Unit.shard_numel`."""
         raise NotImplementedError
 
-    @property
+    @functools.cached_property
     def reduce_dtype(self) -> torch.dtype:
         """The type in which its gradient is reduced over ranks, added up and kept until the step."""
         return self.placement.reduce_dtype_of(self.dtype)
@@ -48,7 +49,12 @@ class Placed:
         """The elements that this rank holds of its gradient: the shard's, and all where it is kept whole until the step."""
         return self.placement.gradient_numel(self.numel, self.shard_numel, tiled=bool(self.boxes))
 
-    @property
+    @functools.cached_property
+    def gradient_bytes(self) -> int:
+        """The bytes that these elements take."""
+        return self.reduce_format.bytes(self.gradient_numel)
+
+    @functools.cached_property
     def full_copy_numel(self) -> int:
         """The elements of a full copy that stays on the device until the unit changes, see `FullCopies`; 0: none does."""
         if self.placement.reshard_after_backward:

@@ -96,7 +96,8 @@ class Unit(DenseLayout, Placed, Updatable):
         self.boxes = tuple(boxes)
         self.spans = cut_spans(self.numel, borders_of(self.boxes)[1:-1], self.shard_group.size)
         self.tiles = [Tile(self, number) for number in range(len(self.boxes))]
-        self.__dict__.pop("layout", None)  # cached
+        for cached in ("layout", "gradient_bytes", "full_copy_numel"):
+            self.__dict__.pop(cached, None)
 
     @property
     def shard_group(self) -> ShardGroup:

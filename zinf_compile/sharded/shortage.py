@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.compute_shape import LEAST_TILE, default_tile
 from zinf_compile.ir.tiers import Placement, Tier, Topology
-from zinf_compile.plan.memory_model import resident
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.unit import Unit
@@ -189,10 +188,13 @@ def advice_for_shards(placement: Placement, *, topology: Topology, side: Tier) -
 
 def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
     """Return the bytes of these units' gradients that stay in memory, by side."""
-    trained = [unit for unit in units if (parameter := unit.parameter()) is not None and parameter.requires_grad]
-    parts = ((unit.placement.grads, unit.gradient_numel, unit.reduce_dtype) for unit in trained)
-    found = resident(parts, context.link.topology)
-    return {Tier.DEVICE: found.device, Tier.HOST: found.host}
+    topology = context.link.topology
+    found = {Tier.DEVICE: 0, Tier.HOST: 0}
+    for unit in units:
+        side = topology.side(unit.placement.grads)
+        if side is not None and (parameter := unit.parameter()) is not None and parameter.requires_grad:
+            found[side] += unit.gradient_bytes
+    return found
 
 
 def name_cap(context: Context, side: Tier, works: int, *, smallest: bool = True) -> str:
