@@ -145,29 +145,13 @@ def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:
 
 
 def _reduce(step: Reduce, run: Run) -> None:
-    units, registers, context = run.units, run.registers, run.context
-    members = [units[slot] for _, slot, _, _ in step.members]
-    together = [run.gradient_of(u) if isinstance(u, Tile) else None for u in members]
+    registers, context = run.registers, run.context
+    members = [run.units[slot] for _, slot, _, _ in step.members]
     group = members[0].shard_group
     if group.size == 1:
-        staying: list[torch.Tensor] = []
-        try:
-            for unit, whole, (grad, slot, out, alias) in zip(members, together, step.members, strict=True):
-                if whole is not None and whole.on_device:
-                    value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
-                    if value.data_ptr() != shard.data_ptr():
-                        shard.copy_(unit.flat(value))
-                    del value
-                else:
-                    shard = _take_gradient(registers, grad, unit, step.dtype, alias, copy=alias != GradAlias.NOBODY)
-                    if unit.placement.grads == Tier.DEVICE:
-                        staying.append(shard)
-                    else:  # before it leaves
-                        context.memory.ledger.track("grads", shard)
-                registers[out] = _take_home(ReduceHandle(unit, shard, _DONE, whole), slot, run)
-        finally:
-            context.memory.ledger.track("grads", *staying)
+        _reduce_at_hand(step, members, run)
         return
+    together = [run.gradient_of(u) if isinstance(u, Tile) else None for u in members]
     if step.at_step:
         _keep_until_step(step, members, run)
         return
@@ -211,6 +195,30 @@ def _reduce(step: Reduce, run: Run) -> None:
         registers[out] = _take_home(ReduceHandle(unit, shard, reduction, whole), slot, run)
 
 
+def _reduce_at_hand(step: Reduce, members: Sequence[Unit | Tile], run: Run) -> None:
+    """Take the gradients of units that are not cut into shards: each as it is."""
+    registers, ledger = run.registers, run.context.memory.ledger
+    staying: list[torch.Tensor] = []
+    try:
+        for unit, (grad, slot, out, alias) in zip(members, step.members, strict=True):
+            whole, stays = run.gradient_of(unit) if isinstance(unit, Tile) else None, unit.placement.grads == Tier.DEVICE
+            if whole is not None and whole.on_device:
+                value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
+                if value.data_ptr() != shard.data_ptr():
+                    shard.copy_(unit.flat(value))
+                del value
+            else:
+                shard = _take_gradient(registers, grad, unit, step.dtype, alias, copy=alias is not GradAlias.NOBODY)
+                if stays:
+                    staying.append(shard)
+                else:  # before it leaves
+                    ledger.track("grads", shard)
+            handle = ReduceHandle(unit, shard, _DONE, whole)
+            registers[out] = handle if stays else _take_home(handle, slot, run)
+    finally:
+        ledger.track("grads", *staying)
+
+
 def _keep_until_step(step: Reduce, members: Sequence[Unit | Tile], run: Run) -> None:
     for unit, (grad, _, out, alias) in zip(members, step.members, strict=True):
         assert isinstance(unit, Unit), "tiles are reduced where they are made"
@@ -247,7 +255,8 @@ def _take_gradient(
     """Return a gradient flat and in `dtype`; what was cast is dropped, where nobody else sees it."""
     value = registers[register]
     if value.dtype == dtype:
-        return _own(unit.flat(value), value, copy=copy)
+        flat = unit.flat(value)
+        return _own(flat, value) if copy else flat
     if alias == GradAlias.NOBODY:
         registers[register] = None
     return unit.flat(value).to(dtype)
@@ -264,9 +273,9 @@ def _reduce_buffer(step: ReduceBuffer, run: Run) -> None:
         run.registers[step.out] = torch.empty_strided(tile.shape, tile.stride, dtype=tile.dtype, device=tile.device)
 
 
-def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """Return `flat`, or where `copy` is needed and laying it out made none, a copy."""
-    return flat.clone() if copy and flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr() else flat
+def _own(flat: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return `flat`, or a copy where laying it out made none."""
+    return flat.clone() if flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr() else flat
 
 
 PERFORM: dict[type, Callable[[Any, Run], None]] = {

@@ -98,12 +98,14 @@ def _arriving(source: int, run: Run) -> SwapHandle | None:
 
 def _gather_at_hand(step: Gather, members: Members, run: Run) -> None:
     """Gather units that are not cut into shards: the shard, on the device or in flight to it, is the whole."""
-    registers = run.registers
+    registers, units, dtype = run.registers, run.units, step.dtype
     to_cast: dict[int, torch.Tensor] = {}
     for source, out in members:
-        arrived = _arriving(source, run)
-        unit = _unit_behind(source, run) if arrived is None else arrived.unit
-        narrower = step.dtype if step.dtype != unit.dtype else None
+        unit = units.get(source)  # None: a swap brings it
+        arrived = None if unit is not None and unit.backing is None else _arriving(source, run)
+        if unit is None:
+            unit = _unit_behind(source, run) if arrived is None else arrived.unit
+        narrower = dtype if dtype != unit.dtype else None
         if arrived is not None and unit.backing is not None:
             full, what = unit.logical(arrived.shard), _gathering(step, [unit], run)
             registers[out] = GatherHandle(full, arrived.pending, what, narrower, stays=_staying(unit))
@@ -116,7 +118,7 @@ def _gather_at_hand(step: Gather, members: Members, run: Run) -> None:
         else:
             to_cast[out] = whole
     if to_cast:
-        for out, full in zip(to_cast, _cast_together([*to_cast.values()], step.dtype, run.context), strict=True):
+        for out, full in zip(to_cast, _cast_together([*to_cast.values()], dtype, run.context), strict=True):
             registers[out] = GatherHandle(full, None)
 
 

@@ -24,6 +24,7 @@ from zinf_compile.runtime.units.unit import Tile, Unit
 from .allowed_homes import farthest_homes
 from .caps import agree_on_memory, find_caps, held_bytes
 from .other_graphs import copies_to_come
+from .parameter import has_gradient
 from .short_ranks import Lack, refusal_text
 from .shortage import advice_for_shards, gradient_bytes, name_cap
 
@@ -153,7 +154,7 @@ def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> 
         return {}
     distinct = {part.unit if isinstance(part, Tile) else part for part in units}
     with no_torch_function():
-        again = [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None]
+        again = [unit for unit in distinct if (p := unit.parameter()) is not None and has_gradient(p)]
         second = gradient_bytes(context, again)
     sides = (
         (Tier.DEVICE, context.memory.ledger, reservations.device_cap, reservations.passing_backward),

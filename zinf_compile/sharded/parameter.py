@@ -169,6 +169,11 @@ def fill(parameter: ShardedParameter, full: torch.Tensor) -> None:
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """Say whether a parameter has a gradient, where `no_torch_function` is in force already: for loops over all of a model."""
+    return _GRAD.__get__(parameter) is not None
+
+
 def drop_held_values(*, stepped: bool = False) -> None:
     """Make those parameters hollow whose whole values no backward of eager code needs any more; `stepped`: behind a step."""
     for parameter in no_longer_in_use(stepped=stepped):
