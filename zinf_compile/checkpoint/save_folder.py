@@ -172,12 +172,15 @@ def _remove(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing. Raises `OSError`; where a file has its name, one that says so."""
+    """Make a folder, and those above it that are missing. Raises an `OSError` that says what is accepted."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise FileExistsError(errno.EEXIST, "a file has this name; accepted: a folder", os.fspath(folder)) from error
+    except OSError as error:
+        why = f"{os.strerror(error.errno or 0)}: the folder can't be made; accepted: one that is there, or that can be made"
+        raise OSError(error.errno, why, os.fspath(folder)) from error
     for path in missing:
         sync_folder(path.parent)
 

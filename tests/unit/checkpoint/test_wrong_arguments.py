@@ -65,6 +65,11 @@ def test_a_file_in_the_place_of_a_folder_is_named(save: Callable[[nn.Module, Pat
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(NotADirectoryError, match=r"the folder can't be made; accepted: one that is there.*/dev/null/saved"):
+        zinf_compile.save("/dev/null/saved", nn.Linear(2, 2))
+
+
 def test_what_is_no_mapping_is_named() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(zinf_compile.UnsupportedModelError, match=r"given a int; accepted: a mapping of names to tensors"):
