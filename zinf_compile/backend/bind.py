@@ -5,7 +5,6 @@ Called by `graph_compiler` for each call of a graph; knows no FX graph.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -20,16 +19,13 @@ from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.optim.first_call_in_step import refuse_running_steps
 from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
 from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.sharded.budget_checks import refuse_second_gradients
 from zinf_compile.sharded.parameter import ShardedParameter, drop_held_values, unit_behind
 from zinf_compile.sharded.partition import partition
 from zinf_compile.sharded.short_ranks import Lack, is_any_short
-
-_synchronised: dict[int, weakref.ref[torch.Tensor]] = process_wide({})
-
+from zinf_compile.sharded.synchronised_buffers import is_synchronised, note_synchronised
 
 Arguments = Sequence[Any] | Mapping[int, Any]
 """The value of each input register."""
@@ -142,7 +138,7 @@ class Binder:
             return ()
         model = _first_of(units.values())
         return [
-            r for r, name in program.buffers.items() if (fresh or (model, name) not in known) and not _is_synchronised(args[r])
+            r for r, name in program.buffers.items() if (fresh or (model, name) not in known) and not is_synchronised(args[r])
         ]
 
     def _look_up(self, args: Arguments) -> tuple[dict[int, Unit], list[int]]:
@@ -294,13 +290,7 @@ def _checked(parameter: Any, slot: ParameterSlot, context: Context) -> Unit | No
     return unit
 
 
-def _is_synchronised(buffer: torch.Tensor) -> bool:
-    known = _synchronised.get(id(buffer))
-    return known is not None and known() is buffer
-
-
 def _synchronise(buffer: torch.Tensor, context: Context) -> None:
-    key = id(buffer)
-    _synchronised[key] = weakref.ref(buffer, lambda _: _synchronised.pop(key, None))
+    note_synchronised(buffer)
     with torch.inference_mode(False), torch.no_grad():
         context.finish(context.lanes.gather.submit(lambda: context.gathers.broadcast(buffer)), "synchronising a buffer")

@@ -21,6 +21,7 @@ from zinf_compile.runtime.units.backing import HostBacking
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from zinf_compile.runtime.units.shard_values import DeviceShard, OffloadedGradientShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.earlier_gradients import note_equal
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.operands import gradient_values
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -96,7 +97,9 @@ def load_gradients(files: CheckpointFiles, names: Mapping[str, torch.Tensor]) ->
                 unit = parameter._zinf_unit
                 parameter.grad = _restored(unit, ShardReader(files, key, unit))
             else:
-                parameter.grad = torch.empty_like(parameter).copy_(files.whole(key))  # with the strides that autograd expects
+                whole = torch.empty_like(parameter).copy_(files.whole(key))  # with the strides that autograd expects
+                note_equal(whole)
+                parameter.grad = whole
 
 
 def _by_key(files: CheckpointFiles, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

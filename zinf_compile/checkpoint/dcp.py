@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,12 +57,19 @@ class _Model:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tensors by name; tied ones under each of theirs."""
-        made: dict[int, torch.Tensor] = {}
-        for tensor in state_names(self._model).values():
-            if id(tensor) not in made:
-                made[id(tensor)] = _parameter(tensor) if isinstance(tensor, ShardedParameter) else tensor.detach()
-        return {name: made[id(tensor)] for name, tensor in state_names(self._model).items()}
+        """Return the tensors by name; tied ones under each of theirs. What is whole on each rank, as buffers, is rank 0's."""
+        names, made = state_names(self._model), dict[int, torch.Tensor]()
+        unit = next((tensor._zinf_unit for tensor in names.values() if isinstance(tensor, ShardedParameter)), None)
+        for tensor in names.values():
+            if id(tensor) in made:
+                continue
+            if isinstance(tensor, ShardedParameter):
+                made[id(tensor)] = _parameter(tensor)
+            elif unit is None or unit.shard_group.size == 1:
+                made[id(tensor)] = tensor.detach()
+            else:
+                made[id(tensor)] = _whole(tensor, unit, lambda: None)
+        return {name: made[id(tensor)] for name, tensor in names.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """End a load: all values were replaced."""
@@ -161,9 +168,7 @@ class _Optimizer:
 
     def _small(self, value: torch.Tensor, unit: Unit | None) -> torch.Tensor:
         """Return a state that is not of its parameter's size: all ranks load it, rank 0 saves it."""
-        part = ShardPart(Rectangle((0,) * value.dim(), tuple(value.shape)), 0, None)
-        saves = unit is None or unit.shard_group.rank == 0
-        return DcpTensor(value.shape, value.dtype, [part], _WholeRange(value), self._begin, saves)
+        return _whole(value, unit, self._begin)
 
     def _begin(self) -> None:
         if not self._loading:
@@ -221,6 +226,13 @@ class _ParameterRange:
             self._unit.begin_replacing()
             self._unit.changing()
             self._unit.spoil(_MIDDLE)
+
+
+def _whole(value: torch.Tensor, unit: Unit | None, before_writing: Callable[[], object]) -> DcpTensor:
+    """Return what each rank has whole: all ranks load it, rank 0 saves it."""
+    part = ShardPart(Rectangle((0,) * value.dim(), tuple(value.shape)), 0, None)
+    saves = unit is None or unit.shard_group.rank == 0
+    return DcpTensor(value.shape, value.dtype, [part], _WholeRange(value), before_writing, saves)
 
 
 def _parameter(parameter: ShardedParameter) -> DcpTensor:

@@ -143,7 +143,7 @@ class _Loading:
                 for saved in fitting.optimizers:
                     _load_optimizer(files, saved)
                 load_gradients(files, targets)
-                load_local_buffers(files, buffers)
+                load_local_buffers(files, buffers, targets)
                 load_random_states(files, ranks)
         units = [parameter._zinf_unit for parameter in found.values()]
         forget_steps(units)

@@ -14,6 +14,7 @@ from torch import nn
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
+from zinf_compile.sharded.synchronised_buffers import note_synchronised
 from zinf_compile.sharded.tensor import ShardedTensor
 
 from .random_states import number_of_this_rank
@@ -61,10 +62,17 @@ def local_buffers_of(files: CheckpointFiles, names: Mapping[str, torch.Tensor], 
     return found
 
 
-def load_local_buffers(files: CheckpointFiles, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Replace buffers by this rank's own, where the checkpoint has them; other ranks keep what is in the model's state."""
+def load_local_buffers(files: CheckpointFiles, buffers: Mapping[str, torch.Tensor], names: Mapping[str, torch.Tensor]) -> None:
+    """Replace buffers by this rank's own, where the checkpoint has them; other ranks keep what is in the model's state.
+
+    A graph's first call, which gives all ranks the buffers of rank 0, leaves those out of which the checkpoint has each rank's.
+    """
     for key, buffer in buffers.items():
         buffer.copy_(files.whole(key))
+    aliases = files.settings.get("aliases", {})
+    for name, buffer in _buffers(names).items():
+        if f"buffer.0.{aliases.get(name, name)}" in files.tensors:
+            note_synchronised(buffer)
 
 
 def _buffers(names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

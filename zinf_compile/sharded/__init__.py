@@ -19,6 +19,7 @@ eager_collectives — Collectives for what eager code of a forward uses whole on
     its gradient.
 eager_gradients — Gradients that eager code computes whole: cut on one rank, reduced on several, where each rank's is that of
     its own batch.
+earlier_gradients — Gradients that parameters have already when they are spread over ranks: of eager code, or loaded.
 eligibility — Eligibility of parameters for partitioning: dense, real, of `torch.nn.Parameter`'s own class.
 fit — By how much the graphs of a step exceed the caps, at homes of parameters and with some saved values away.
 gathered_copies — Copies of whole values that eager calls are given: what such a call writes to one, or to a view of one,
@@ -74,6 +75,7 @@ shared_memory — Memory that a parameter shares with other tensors when it is p
 short_ranks — Refusals for lack of memory that all ranks raise together.
 shortage — Messages of refusals for lack of memory: the bytes needed, the smallest cap that works, and options that take
     less.
+synchronised_buffers — Buffers that a graph's first call leaves as they are on each rank.
 tensor — A tensor that is partitioned like a parameter: averages, slow weights, perturbations, and what is computed from
     parameters.
 tiled_gradient_ops — Changes of gradients that are off the device and too large to load whole: tile by tile.

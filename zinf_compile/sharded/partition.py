@@ -16,6 +16,7 @@ from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import scatter_whole
 
+from .earlier_gradients import spread_gradients
 from .held_values import in_use
 from .parameter import hollow_out
 from .shared_memory import check_shared, leave
@@ -47,6 +48,7 @@ def partition(
             check_shared({name: parameter for parameter, name in distinct}, buffers)
             made = make_units(distinct, context, homes)
         units = list(zip(distinct, made, strict=True))
+        grads = {number: p.grad for number, (p, _) in enumerate(distinct) if p.grad is not None}
         for (parameter, name), unit in units:
             if unit.backing is not None:
                 _spread(parameter, unit, name)
@@ -61,6 +63,7 @@ def partition(
                 hollow_out(parameter, unit)
                 torch.autograd.graph.increment_version(parameter)  # should a use have escaped, its backward is refused
             stop_averaging(parameter)
+        spread_gradients(grads, [(parameter, unit) for (parameter, _), unit in units], context)
     context.memory.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
     types = next((home for (parameter, _), home in zip(distinct, homes, strict=True) if parameter.numel()), homes[0])
     average_the_rest([parameter for parameter, _ in distinct], context, types)
