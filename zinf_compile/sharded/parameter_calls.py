@@ -93,9 +93,9 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
         raise PartitionedParameterError(
             f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph"
             f"{_called_uncompiled()}, but {_place(unit)}, use `with zinf_compile.gathered(model):` to read it (write=True to "
-            "change it), zinf_compile.full_state_dict(model) to save and load_full_state_dict to load (for torch.distributed."
-            "checkpoint, in the place of get_state_dict: zinf_compile.dcp_state_dict(model, optimizer)); wrapping the model in DDP "
-            "or FSDP is neither possible nor needed (where accelerate or transformers' Trainer does: zinf_compile.hf.adopt)"
+            "change it), zinf_compile.full_state_dict(model) to save and load_full_state_dict to load (for dcp.save and dcp.load "
+            "zinf_compile.dcp_state_dict(model, optimizer) in the place of get_state_dict); wrapping the model in DDP or FSDP is "
+            "neither possible nor needed (where accelerate or transformers' Trainer does: zinf_compile.hf.adopt)"
         )
     return _on_whole(func, name, parameters, args, kwargs)
 
