@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.pieces import chunk_end, cut_chunks
 from zinf_compile.ir.placements import Placements, as_placements
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, Sides, round_up
+from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, PIECE_ALIGN, Sides, round_up
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.ir.tiling import Box, tile_shape
 
@@ -288,20 +288,39 @@ def step_chunk(
         if id(placement) not in seen:
             seen[id(placement)] = by_placement.setdefault(placement.without_tiles, [])
         seen[id(placement)].append(slot)
-    found = [_chunk_of(alike, placement, size=size, topology=topology) for placement, alike in by_placement.items()]
-    largest = max((numel for numel, _ in found), default=0)
-    if len(found) > 1 or (least or 0) > largest:  # what is planned for one is what all keep to
-        largest = max(largest, least or 0)
-        found = [_chunk_of(each, at, size=size, topology=topology, chunk_numel=largest) for at, each in by_placement.items()]
+    packed = (_packed_numel(alike, at, size=size, topology=topology) for at, alike in by_placement.items())
+    largest = max(least or 0, *packed) if by_placement else least or 0  # what is planned for one is what all keep to
     sides = Sides(0, 0)
-    for _, count in found:
-        sides = sides.plus(count)
+    for at, alike in by_placement.items():
+        sides = sides.plus(_chunk_bytes(alike, at, largest, size=size, topology=topology))
     return largest, sides
 
 
-def _chunk_of(
-    trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology, chunk_numel: int | None = None
-) -> tuple[int, Sides]:
+def _packed_numel(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology) -> int:
+    """Return the elements of the largest chunk of parameters in this order."""
+    largest, columns_of = 0, _columns_by_slot(placement, topology)
+    for _, alike in itertools.groupby(trained, key=columns_of):
+        parts = tuple(_parts_numel(slot.numel, slot.tiles, size) for slot in alike)
+        largest = max(largest, _largest_chunk(parts, placement.piece_numel))
+    return largest
+
+
+def _chunk_bytes(
+    trained: Sequence[ParameterSlot], placement: Placement, chunk_numel: int, *, size: int, topology: Topology
+) -> Sides:
+    """Return the bytes of a chunk of at most `chunk_numel` elements, in whatever order an optimizer has the parameters."""
+    kinds: dict[tuple[Column, ...], list[tuple[int, ...]]] = {}
+    columns_of = _columns_by_slot(placement, topology)
+    for slot in trained:
+        kinds.setdefault(columns_of(slot), []).append(_parts_numel(slot.numel, slot.tiles, size))
+    sides = Sides(0, 0)
+    for columns, parts in kinds.items():
+        most = _most_numel(tuple(sorted(parts)), placement.piece_numel, chunk_numel)
+        sides = Sides(*map(max, sides, buffer_bytes(columns, most)))  # more elements take no less
+    return topology.counted(sides)
+
+
+def _columns_by_slot(placement: Placement, topology: Topology) -> Callable[[ParameterSlot], tuple[Column, ...]]:
     tiers = StepTiers(
         params=placement.params,
         grads=placement.grads,
@@ -309,7 +328,6 @@ def _chunk_of(
         topology=topology,
         update_on_device=placement.update_on_device,
     )
-
     known: dict[Hashable, tuple[Column, ...]] = {}
 
     def columns_of(slot: ParameterSlot) -> tuple[Column, ...]:
@@ -318,21 +336,22 @@ def _chunk_of(
             known[key] = _columns(placement.of_parameter(dim=len(slot.shape), numel=slot.numel), tiers, slot.dtype)
         return known[key]
 
-    largest, sides = 0, Sides(0, 0)
-    for columns, alike in itertools.groupby(trained, key=columns_of):
-        parts = tuple(_parts_numel(slot.numel, slot.tiles, size) for slot in alike)
-        end = _largest_chunk(parts, placement.piece_numel, chunk_numel or None)
-        count = buffer_bytes(columns, end)  # more elements take no less
-        largest, sides = max(largest, end), Sides(*map(max, sides, count))
-    return largest, topology.counted(sides)
+    return columns_of
 
 
 @lru_cache(maxsize=256)
-def _largest_chunk(parts: tuple[tuple[int, ...], ...], piece_numel: int, chunk_numel: int | None) -> int:
+def _largest_chunk(parts: tuple[tuple[int, ...], ...], piece_numel: int) -> int:
     """Return the elements of the largest chunk of shards with these parts: many homes that are tried have the same groups."""
     cuts = [list(itertools.accumulate(each))[:-1] for each in parts]
-    chunks = cut_chunks([sum(each) for each in parts], piece_numel=piece_numel, chunk_numel=chunk_numel, cuts=cuts)
+    chunks = cut_chunks([sum(each) for each in parts], piece_numel=piece_numel, cuts=cuts)
     return max(map(chunk_end, chunks), default=0)
+
+
+@lru_cache(maxsize=256)
+def _most_numel(parts: tuple[tuple[int, ...], ...], piece_numel: int, chunk_numel: int) -> int:
+    """Return the most elements that a chunk of shards with these parts has in any order: a piece of each, up to `chunk_numel`."""
+    pieces = [round_up(min(max(each), piece_numel), PIECE_ALIGN) for each in parts]
+    return min(sum(pieces), max(*pieces, min(piece_numel, chunk_numel))) if pieces else 0
 
 
 @cache

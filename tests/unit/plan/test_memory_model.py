@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from zinf_compile.ir.chunk_columns import StepTiers, buffer_bytes, chunk_columns
 from zinf_compile.ir.pieces import Piece, chunk_end, cut_chunks
+from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, PIECE_ALIGN, UNFORESEEN, Sides
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.plan.graph_plan import GraphMemory
 from zinf_compile.plan.headroom import Headroom, plan_graph
-from zinf_compile.plan.memory_model import MemoryModel, model_memory
+from zinf_compile.plan.memory_model import MemoryModel, adam_states, model_memory, step_chunk
 from zinf_compile.runtime.memory.reservations import Reservation, Reservations
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
@@ -196,3 +199,30 @@ def test_the_smallest_cap_for_what_no_plan_knew_is_exact(least: int, more: int, 
     named = reservations.works(Tier.DEVICE, more)
     assert fits(named)
     assert not fits(named - 1)
+
+
+@example([(3, False, True), (2, False, True), (1, False, True), (4, False, False)])
+@example([(2, False, True), (4, True, True), (3, True, True), (1, False, True)])
+@given(st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.booleans()), min_size=1, max_size=5))
+def test_chunks_fit_in_whatever_order_an_optimizer_has_the_parameters(sizes: list[tuple[int, bool, bool]]) -> None:
+    """Of two homes and two types; sizes in steps of `PIECE_ALIGN`."""
+    piece = 4 * PIECE_ALIGN
+    near, far = (Placement(grads=grads, optimizer="nvme", piece_numel=piece) for grads in ("device", "nvme"))  # type: ignore[arg-type]
+    types = [torch.bfloat16 if half else torch.float32 for _, half, _ in sizes]
+    slots = [slot(i, numel * PIECE_ALIGN, dtype=types[i]) for i, (numel, *_) in enumerate(sizes)]
+    homes = Placements(near, {i: far for i, (*_, away) in enumerate(sizes) if away})
+    topology = Topology(host_apart=False)
+    planned, reserved = step_chunk(slots, homes, size=1, topology=topology)
+
+    def taken(home: Placement, order: Sequence[ParameterSlot]) -> int:
+        tiers = StepTiers(
+            params=home.params, grads=home.grads, optimizer=home.optimizer, topology=topology, update_on_device=True
+        )
+        most = 0
+        for dtype, run in itertools.groupby([each for each in order if homes.of(each) is home], key=lambda each: each.dtype):
+            columns = chunk_columns(tiers, value=dtype, gradient=dtype, states=adam_states(home, dtype)).values()
+            chunks = cut_chunks([each.numel for each in run], piece_numel=piece, chunk_numel=planned)
+            most = max(most, *(topology.counted(buffer_bytes(tuple(columns), chunk_end(chunk))).device for chunk in chunks))
+        return most
+
+    assert all(taken(near, order) + taken(far, order) <= reserved.device for order in itertools.permutations(slots))
