@@ -24,8 +24,9 @@ from marks import more
 from ranks import run_ranks
 
 from zinf_compile._torch import captured_name
+from zinf_compile.cli.dump_error import DumpError
 from zinf_compile.cli.main import main, schedule_hash
-from zinf_compile.cli.trace import DumpError, Scheduled, load_target, trace
+from zinf_compile.cli.trace import Scheduled, load_target, trace
 from zinf_compile.errors import BudgetError, OptionError
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import SwapIn, SwapOut
@@ -250,6 +251,13 @@ def test_a_model_of_which_nothing_is_compiled_is_no_empty_table(capsys: pytest.C
     assert "nothing of the model was compiled. Dynamo left its forward to eager code" in capsys.readouterr().err
 
 
+def test_errors_of_the_users_code_are_told_as_such() -> None:
+    with pytest.raises(DumpError, match=r"the target raised KeyError: 'layers' \(.*dump_targets\.py:\d+\)"):
+        trace(dump_targets.its_own_bug)
+    with pytest.raises(DumpError, match=r"the forward, called with the target's inputs, raised TypeError: .*takes 2 positional"):
+        trace(dump_targets.more_inputs)
+
+
 def test_bad_requests_are_named() -> None:
     with pytest.raises(DumpError, match=r"returned a int; accepted: \(model, example inputs\)"):
         trace(dump_targets.not_a_model)
@@ -306,7 +314,8 @@ def test_names_are_the_users(source: str, name: str) -> None:
     [
         (["gpt2-small", "--options", "{bucket}"], "--options is not JSON"),
         (["gpt2-small", "--options", "[]"], "--options is a list"),
-        (["gpt2-small", "--world", "0"], "'0' is not a number of ranks"),
+        (["gpt2-small", "--world", "0"], "'0' is not a number from 1 to"),
+        (["gpt2-small", "--world", "3000000000"], "'3000000000' is not a number from 1 to 1,000,000"),
         (["gpt3"], "target 'gpt3' is not known"),
         (["mlp", "--options", '{"device_memory": 1, "params": "device"}'], "the smallest that works is"),
     ],

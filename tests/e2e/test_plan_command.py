@@ -154,6 +154,13 @@ def test_what_is_no_number_of_blocks_is_refused(text: str, capsys: pytest.Captur
     assert f"'{text}' is no number of blocks; accepted: LIST=N, such as layers=126" in capsys.readouterr().err
 
 
+def test_a_file_that_is_full_takes_nothing_from_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mlp", "--machine", "h100", "--perfetto", "/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert "tokens/s" in said.out
+    assert said.err == "zinf: '/dev/full' is not written (No space left on device)\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -172,6 +179,12 @@ def test_what_is_no_number_of_blocks_is_refused(text: str, capsys: pytest.Captur
             "option optimizer='nvme' needs drives of a known speed",
         ),
         (["--machine", "h100", "--html", "."], "'.' is a folder; accepted: a file in one"),
+        (["--machine", "h100", "--html", "/proc/page.html"], "'/proc/page.html' can't be written"),
+        (["--machine", "h100", "--options", '{"nvme": "."}'], "option nvme is an argument of `zinf plan`: give --nvme 1x in its"),
+        (
+            ["--machine", "h100", "--options", '{"update": "nvme"}'],
+            "option update='nvme' is not known; accepted: 'host', 'device'",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,7 @@ def test_a_plan_that_is_late_is_refused_before_anything_runs() -> None:
     def forgetful(problem: StepProblem) -> Plan:
         return Plan(local=Local(homes=planners.just_in_time(problem).local.homes))
 
-    with pytest.raises(PlanError, match=r"plan by hand is illegal: region 0 uses unit .* which is not on device"):
+    with pytest.raises(PlanError, match=r"plan \S*forgetful is illegal: region 0 uses unit .* which is not on device"):
         swaps_of(forgetful)
     with pytest.raises(PlanError, match=r"planner .* returned a NoneType; accepted: a Plan"):
         swaps_of(lambda problem: None)

@@ -20,9 +20,12 @@ from zinf_compile.plan.stretch import count_blocks, stretch
 OPTIONS = {"compute": "fx", "bucket": "64KiB"}
 
 
-def llama(layers: int, *, checkpointed: bool, bucket: int | str = "64KiB") -> StepProblem:
+def llama(layers: int, *, checkpointed: bool, bucket: int | str = "64KiB", frozen: int = 0, embedded: bool = True) -> StepProblem:
     def build() -> Example:
         model = Llama(layers=layers, width=256, heads=4, kv_heads=2, hidden=512, vocabulary=999, checkpointed=checkpointed)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(f"layers.{number}." in name for number in range(frozen)))
+            parameter.requires_grad_(parameter.requires_grad and (embedded or "tokens" not in name))
         tokens = torch.zeros(1, 64, dtype=torch.long)
         return model, (tokens, tokens)
 
@@ -51,13 +54,20 @@ def test_a_stretched_problem_is_that_of_the_deep_model(checkpointed: bool) -> No
     ("layers", "blocks", "count", "message"),
     [
         (3, "layers", 6, r"blocks \[0, 1, 2\] are too few to see a period; accepted: 5 or more"),
-        (3, "blocks", 6, "no parameter is in a list 'blocks'; accepted: the name of a list of blocks, such as 'layers'"),
+        (3, "blocks", 6, "no parameter is in a list 'blocks'; accepted: one of "),
         (3, "layers", 2, "the model has 3 blocks in layers, more than 2; accepted: 3 or more"),
     ],
 )
 def test_what_cannot_be_stretched_is_refused(layers: int, blocks: str, count: int, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         stretch(llama(layers, checkpointed=False), blocks, count)
+
+
+def test_blocks_of_which_some_are_frozen_are_told_to_differ() -> None:
+    with pytest.raises(PlanError, match="the blocks in the middle differ, or share what only some of them use"):
+        stretch(llama(6, checkpointed=False, frozen=3), "layers", 9)
+    with pytest.raises(PlanError, match="the blocks in the middle are not all trained, or are used in another order"):
+        stretch(llama(6, checkpointed=False, frozen=3, embedded=False), "layers", 9)
 
 
 def test_blocks_in_one_bucket_are_copied_with_the_bucket_that_the_refusal_names() -> None:

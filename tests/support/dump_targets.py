@@ -23,6 +23,16 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.zeros(5, 24, requires_grad=True)
 
 
+def its_own_bug() -> tuple[nn.Module, torch.Tensor]:
+    """Raise what a mistake of the user's raises."""
+    raise KeyError("layers")
+
+
+def more_inputs() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """Return more inputs than the forward takes."""
+    return mlp()[0], (torch.zeros(5, 24), torch.zeros(5, 24))
+
+
 def nothing_to_compile() -> tuple[nn.Module, torch.Tensor]:
     """Return a model whose forward Dynamo leaves to eager code."""
     return Looped(), batch(0, 0)

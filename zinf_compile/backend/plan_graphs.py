@@ -99,7 +99,7 @@ class GraphPlanner:
             problem, plan = self._plan_of_all(self._ranks, problem, key)
         else:
             plan = self.made_for(problem)
-        check(problem, plan)
+        check(problem, plan, planner=self._name)
         self.made.append((problem, plan))
         if self._ranks is not None:
             placements = self.placements

@@ -5,12 +5,14 @@ bench_io — `zinf bench-io DIR`: measures a drive's bandwidth, in bursts and su
 colors — Colours for the text of a dump on a terminal.
 consolidate — `zinf consolidate`: writes the model of a checkpoint as one set of files that transformers loads.
 doctor — `zinf doctor`: reports the machine's support for offloading, and obstacles.
+dump_error — The error of commands, and how errors of the user's own code become one.
 gpu_selftest — `zinf doctor --gpu-selftest`: runs on this machine's accelerator what tests show on simulated ones, in two
     minutes.
 inspect_checkpoint — `zinf inspect`: prints what is in a checkpoint that `zinf_compile.save` has made.
 main — The `zinf` command: parses arguments, runs a subcommand, prints the dump of a schedule.
 measure_machine — Measures this machine: products, memory, links, a folder's drive, as a profile.
 models — Built-in models of the command line, to inspect a schedule without writing one.
+output_files — Files that commands write: tried before the work, and written behind it without losing what is printed.
 plan — `zinf plan`: what a model's step comes to on a machine, with these budgets.
 plan_explained — The formulas of ZeRO with a model's numbers.
 quota — Disk quotas of this user and group, read from the kernel.

@@ -95,6 +95,11 @@ def measure(
         raise OptionError(f"--block {odd[0]} is no block size; accepted: multiples of 4096, as direct I/O requires")
     if not size:
         raise OptionError(f"--size is less than two blocks of {max(blocks):,} bytes; accepted: a larger one, or smaller blocks")
+    if max(blocks) * max(depths) > size:
+        raise OptionError(
+            f"--depth {max(depths):,} blocks of {max(blocks):,} bytes at a time are more than --size, {size:,} bytes; accepted: "
+            "fewer or smaller ones, or a larger size"
+        )
     with closing(ScratchFile(folder)) as scratch:
         place = look_up(folder)
         scratch.reserve(size)
@@ -177,7 +182,7 @@ def _least(block: int, size: int) -> int:
 
 def _bytes(text: str) -> int:
     try:
-        return parse_bytes(int(text) if text.isdigit() else text, option="size")
+        return parse_bytes(text, option="size")
     except OptionError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; accepted: bytes, or text such as 64MiB") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import resource
@@ -24,6 +23,7 @@ from zinf_compile.runtime.system.filesystem import look_up
 
 from . import gpu_selftest
 from .measure_machine import measure_machine
+from .output_files import check_file, write_file
 from .quota import describe_quota
 
 _PROBE_BYTES = 1 << 20
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> str:
         options.status = int(not passed)
         return text
     if options.profile:
-        return _write_profile(options.profile, options.nvme)
+        return _write_profile(options)
     found = examine(options.nvme)
     if options.json:
         return json.dumps(found, indent=2)
@@ -71,12 +71,11 @@ def run(options: argparse.Namespace) -> str:
     return "\n".join([tabulate(rows, tablefmt="plain", disable_numparse=True), "", *notes])
 
 
-def _write_profile(file: str, nvme: str | None) -> str:
-    path = Path(file)
-    if not path.parent.is_dir():
-        raise StoreError(errno.ENOENT, f"--profile {file!r}: its folder does not exist; accepted: a file in one that does")
-    text = measure_machine(path.stem, nvme=nvme).to_json()
-    path.write_text(text)
+def _write_profile(options: argparse.Namespace) -> str:
+    path = Path(options.profile)
+    check_file(path)
+    text = measure_machine(path.stem, nvme=options.nvme).to_json()
+    write_file(path, text, options)
     return text.rstrip()
 
 

@@ -22,9 +22,10 @@ from zinf_compile.passes.analysis.transfer_graph import COMPUTE, find_critical_p
 
 from . import bench_io, consolidate, doctor, inspect_checkpoint, plan
 from .colors import colored
+from .dump_error import DumpError
 from .models import TARGETS
 from .timed_transfers import time_transfers
-from .trace import DEVICES, DumpError, Scheduled, load_target, nothing_compiled, pass_names, trace
+from .trace import DEVICES, Scheduled, load_target, nothing_compiled, pass_names, trace
 
 _LINKS = {
     "gathered": "gathered",
@@ -255,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     instead.add_argument("--after", metavar="PASS", help=f"show the graphs after this pass, with every operator: {known}")
     instead.add_argument("--diff", metavar="PASS", help="print what this pass changed in each graph, and nothing else")
     instead.add_argument("--hash", action="store_true", help="print the schedule hash of all graphs, and nothing else")
-    dumping.add_argument("--world", metavar="N", type=_world, default=1, help="as one of N ranks (default 1)")
+    dumping.add_argument("--world", metavar="N", type=plan.count, default=1, help="as one of N ranks (default 1)")
     dumping.add_argument(
         "--device",
         choices=DEVICES,
@@ -271,13 +272,3 @@ def _parser() -> argparse.ArgumentParser:
     inspect_checkpoint.add_parser(commands)
     consolidate.add_parser(commands)
     return parser
-
-
-def _world(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; accepted: 1, 2, ...")
-    return value

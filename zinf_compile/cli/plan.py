@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from zinf_compile.config import AUTO
+from zinf_compile.config import AUTO, Config
 from zinf_compile.errors import BudgetError, OptionError, PlanError
 from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.ir.tiers import Tier, all_tiers
@@ -35,15 +36,25 @@ from zinf_compile.plan.simulate import Timeline, simulate
 from zinf_compile.plan.table import homes_table, in_seconds, summary_line
 from zinf_compile.plan.verify import check
 
+from .dump_error import DumpError
 from .measure_machine import measure_machine
 from .models import DEEP, TARGETS
+from .output_files import check_file, write_file
 from .plan_explained import explained
 from .step_on_paper import Blocks, paper_step
-from .trace import DumpError
 
 HERE = "here"
 
-_FLAGS = {"device_memory": "--device-memory", "host_memory": "--host-memory", "planner": "--planner", "machine": "--machine"}
+MOST = 1_000_000
+"""Ranks, and what else is counted."""
+
+_FLAGS = {
+    "device_memory": "--device-memory",
+    "host_memory": "--host-memory",
+    Tier.NVME: "--nvme 1x",
+    "planner": "--planner",
+    "machine": "--machine",
+}
 """Options of torch.compile for which the command has an argument."""
 
 _KINDS = {"params": "params", "grads": "grads", "optimizer": "states", "update": "update"}
@@ -60,11 +71,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help=f"MODULE:FUNCTION, as for `zinf dump`; or {', '.join(TARGETS)}")
     parser.add_argument("--machine", metavar="NAME", required=True, help=f"{', '.join(shipped())}; {HERE}; or a profile's file")
-    parser.add_argument("--world", metavar="N", type=_count, default=1, help="as one of N ranks (default 1)")
+    parser.add_argument("--world", metavar="N", type=count, default=1, help="as one of N ranks (default 1)")
     parser.add_argument("--device-memory", metavar="BYTES", type=_sizes, help="of a rank; several, with commas, side by side")
     parser.add_argument("--host-memory", metavar="BYTES", type=_size, help="of a node, for all its ranks")
     parser.add_argument("--nvme", metavar="N", type=_drives, default=0, help="drives of a node, such as 4x (default: none)")
-    parser.add_argument("--micro-batches", metavar="N", type=_count, default=1, help="in a step (default 1)")
+    parser.add_argument("--micro-batches", metavar="N", type=count, default=1, help="in a step (default 1)")
     parser.add_argument("--planner", choices=list(PLANNERS), default="cached_prefetch", help="default: cached_prefetch")
     parser.add_argument(
         "--blocks",
@@ -86,10 +97,8 @@ def run(options: argparse.Namespace) -> str:
     """Return the command's output; `options.status` is 1 where not all budgets fit."""
     began = time.monotonic()
     for file in (options.perfetto, options.html):
-        if file is not None and not file.parent.is_dir():
-            raise DumpError(f"{str(file)!r}: its folder does not exist; accepted: a file in one that does")
-        if file is not None and file.is_dir():
-            raise DumpError(f"{str(file)!r} is a folder; accepted: a file in one")
+        if file is not None:
+            check_file(file)
     profile = measure_machine(options.machine) if options.machine == HERE else find_profile(options.machine)
     given = _options(options.options)
     host = options.host_memory or profile.host_memory_bytes or None
@@ -109,10 +118,10 @@ def run(options: argparse.Namespace) -> str:
     if options.perfetto is not None:
         timelines = [(each.title, each.timeline) for each in found if each.timeline is not None]
         events = [e for number, (title, t) in enumerate(timelines, 1) for e in trace_events(t, name=title, process=number)]
-        options.perfetto.write_text(json.dumps({"traceEvents": events}))
+        write_file(options.perfetto, json.dumps({"traceEvents": events}), options)
     if options.html is not None:
         shown = [Shown(each.title, each.problem, each.timeline, row) for each, row in zip(found, reports, strict=True)]
-        options.html.write_text(page(f"{options.target} on {options.world} ranks of {profile.name}", shown))
+        write_file(options.html, page(f"{options.target} on {options.world} ranks of {profile.name}", shown), options)
     seconds = time.monotonic() - began
     if options.json:
         blocks = None if step.blocks is None else dataclasses.asdict(step.blocks)
@@ -196,8 +205,8 @@ def _report(each: Planned, profile: Profile, options: argparse.Namespace, tokens
     Keys are added in later versions, never renamed. Bytes and seconds are those of one rank and one step, budgets as given.
 
         fits, budgets         whether a plan was found; bytes by tier, for one rank
-        least                 where it does not fit: the least budgets that do if no saved value moves, by tier, of all ranks that
-                              share it; null: none
+        least                 where it does not fit: the least budgets that do if all moves just in time, and no saved value, by
+                              tier, of all ranks that share it; null: none. The planner given may do with less
         step, bound, bound_by seconds as simulated; seconds below which no plan is; the lane that is busiest in the bound
         critical_path         seconds by lane of the chain of tasks that sets the step's length
         tokens_per_second     of all ranks
@@ -244,7 +253,8 @@ def _text(each: Planned, row: dict[str, Any]) -> str:
             return f"{each.title}: it does not fit, whatever the budgets; give it a farther tier (--nvme), or more ranks"
         given = {memory.tier: memory.bytes for memory in each.problem.memories}
         grown = [f"{tier} {_rounded_up(count)}" for tier, count in each.least.items() if count != given[tier]]
-        return f"{each.title}: it does not fit; the least that does, where no saved value moves: {', '.join(grown)}"
+        least = ", ".join(grown)
+        return f"{each.title}: it does not fit; the least that does, where all moves just in time but no saved value: {least}"
     lines = [
         summary_line(each.problem, each.timeline, bound=each.bound.seconds, by=each.bound.by),
         homes_table(each.problem, each.plan),
@@ -295,12 +305,14 @@ def _options(text: str) -> dict[str, Any]:
         )
     words = [Tier(value[option]) for option in _KINDS if value.get(option) in all_tiers()]
     folders = {tier: "." for tier in words if tier.in_folders}  # a tier's folder is the option of its name; nothing is written
-    return {"compute": "fx", **folders, **value}
+    given = {"compute": "fx", **folders, **value}
+    Config.from_options(given)
+    return given
 
 
 def _size(text: str) -> int:
     try:
-        return parse_bytes(int(text) if text.isdigit() else text, option="memory")
+        return parse_bytes(text, option="memory")
     except OptionError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; accepted: bytes, or text such as 80GiB") from error
 
@@ -309,9 +321,10 @@ def _sizes(text: str) -> Sequence[int]:
     return [_size(part) for part in text.split(",")]
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number; accepted: 1, 2, ...")
+def count(text: str) -> int:
+    """Parse a number of ranks, or of other things, of which there is one at least."""
+    if not re.fullmatch(r"[0-9]{1,7}", text) or not 1 <= int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST:,}")
     return int(text)
 
 

@@ -11,7 +11,8 @@ from zinf_compile.plan.on_paper import place
 from zinf_compile.plan.problem_parts import Link
 from zinf_compile.plan.profile import find_profile
 
-from .trace import DumpError, Scheduled
+from .dump_error import DumpError
+from .trace import Scheduled
 
 
 def time_transfers(found: Sequence[Scheduled], machine: str, *, world: int) -> None:

@@ -50,6 +50,7 @@ from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.caps import find_caps
 
+from .dump_error import DumpError, raised_by
 from .models import TARGETS
 
 Target = Callable[[], tuple[nn.Module, Any]]
@@ -88,10 +89,6 @@ def nothing_compiled(target: str) -> DumpError:
         f"target {target!r}: nothing of the model was compiled. Dynamo left its forward to eager code, or it has no parameters; "
         "TORCH_LOGS=graph_breaks names the places"
     )
-
-
-class DumpError(ValueError):
-    """The target of a dump can't be found or run; the message says what is accepted."""
 
 
 def load_target(spec: str) -> Target:
@@ -170,17 +167,18 @@ def run_on_fakes(target: Target, compiler: Callable[[int], GraphCompiler], *, wo
             raise raise_through_dynamo(error) from error.__cause__
 
     with _clean_compiler(), fake_process_group(world_size), fake_mode() as mode, simulating(_simulated_device(device)):
-        with convertible_parameters(mode):
+        with convertible_parameters(mode), raised_by("the target"):
             result = target()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
             raise DumpError(f"the target returned a {type(result).__name__}; accepted: (model, example inputs)")
         model, inputs = result[0], _off_meta(*result)
         compiled: Any = torch.compile(model, backend=backend)
         try:
-            if isinstance(inputs, Mapping):
-                compiled(**inputs)
-            else:
-                compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+            with raised_by("the forward, called with the target's inputs,"):
+                if isinstance(inputs, Mapping):
+                    compiled(**inputs)
+                else:
+                    compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
         except NEEDS_VALUES as error:
             raise DumpError(
                 f"the forward runs {error.func}, whose result depends on values, and a trace has none; accepted: models whose "

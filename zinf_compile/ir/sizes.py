@@ -73,11 +73,11 @@ def parse_bytes(value: int | str, *, option: str) -> int:
     """Turn `"32MiB"` or a number of bytes into bytes; raise `OptionError` naming `option` for anything else."""
     accepted = f"a positive number of bytes or text such as '32MiB' (units: {', '.join(_UNITS)})"
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
-        factor = _UNITS.get(match[2]) if match else None
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+(?=\s*[A-Za-z]))?)\s*([A-Za-z]*)\s*", value)
+        factor = _UNITS.get(match[2], None if match[2] else 1) if match else None
         if match is None or factor is None:
             raise OptionError(f"option {option}={value!r} is not a size; accepted: {accepted}")
-        value = int(float(match[1]) * factor)
+        value = int(float(match[1]) * factor) if match[2] else int(match[1])
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise OptionError(f"option {option}={value!r} is not a size; accepted: {accepted}")
     return value

@@ -125,6 +125,7 @@ def find_profile(name: str) -> Profile:
 
 def _check(profile: Profile) -> None:
     _between(profile, "device_memory_bytes", 1, 1 << 50)
+    _between(profile, "host_memory_bytes", 0, 1 << 50)
     if not profile.flops_per_second:
         raise PlanError("flops_per_second is empty; accepted: a rate for float32 or bfloat16 at least")
     for dtype, rate in profile.flops_per_second.items():
@@ -162,8 +163,12 @@ def _check_drive(drive: Drive) -> None:
                 f"drive.rates[{number}].both_bytes_per_second is {rate.both_bytes_per_second:g}, more than reads and "
                 f"writes alone move together, {total:g}; accepted: 0 (not known) to that"
             )
-    if drive.writes_bytes < 0 or drive.capacity_bytes < 0:
-        raise PlanError("a drive's capacity_bytes and writes_bytes are 0 (not known) or more")
+        for name, value in (("extent_bytes", rate.extent_bytes), ("seconds", rate.seconds)):
+            if not 0 <= value < math.inf:
+                raise PlanError(f"drive.rates[{number}].{name} is {value}; accepted: 0 or more")
+    for name in ("writes_bytes", "capacity_bytes"):
+        if not 0 <= getattr(drive, name) < math.inf:
+            raise PlanError(f"drive.{name} is {getattr(drive, name)}; accepted: 0 (not known) or more")
 
 
 def _between(profile: Profile, name: str, least: int, most: int) -> None:

@@ -21,6 +21,9 @@ from zinf_compile.errors import PlanError
 from .problem import StepProblem
 from .problem_parts import Region, SavedValue, StatePiece, Unit
 
+_NUMBERED = re.compile(r"(?<![\w.])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\.\d+\.")
+"""A list in the name of a unit."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Period:
@@ -80,7 +83,9 @@ def stretch(problem: StepProblem, blocks: str, count: int) -> StepProblem:
     """
     number = _numbered(blocks)
     if not (there := count_blocks(problem, blocks)):
-        raise PlanError(f"no parameter is in a list {blocks!r}; accepted: the name of a list of blocks, such as 'layers'")
+        known = ", ".join(sorted({name for unit in problem.units for name in _NUMBERED.findall(unit.name)}))
+        accepted = f"one of {known}" if known else "a list of blocks, of which this model has none"
+        raise PlanError(f"no parameter is in a list {blocks!r}; accepted: {accepted}")
     if len(lists := _lists(problem, blocks)) > 1:
         raise PlanError(f"{blocks!r} is the end of {' and '.join(lists)}; accepted: one list, such as {lists[0]!r}")
     if count < there:
@@ -143,8 +148,13 @@ def _find(problem: StepProblem, number: re.Pattern[str], more: int) -> _Period:
     """Return the period, read off the units of the three blocks in the middle."""
     graphs = list(dict.fromkeys(region.graph for region in problem.regions))
     border = next((n for n, region in enumerate(problem.regions) if region.graph != problem.regions[0].graph), problem.count)
-    if len(graphs) != 2 or any(region.micro_batch for region in problem.regions) or any(v.remade_by for v in problem.saved):
-        raise PlanError(f"a step of {len(graphs)} graphs, or with several micro-batches, is not stretched")
+    if any(region.micro_batch for region in problem.regions):
+        raise PlanError("a step of several micro-batches is not stretched; accepted: one of them, or the whole model traced")
+    if len(graphs) != 2 or any(v.remade_by for v in problem.saved):
+        raise PlanError(
+            f"a step of {len(graphs)} graphs, or one that makes saved values again, is not stretched; accepted: one forward and "
+            "its backward, or the whole model traced"
+        )
     spans: dict[int, tuple[int, int]] = {}
     for unit in problem.units:
         if found := number.findall(unit.name):
@@ -156,7 +166,12 @@ def _find(problem: StepProblem, number: re.Pattern[str], more: int) -> _Period:
         raise PlanError(f"blocks {sorted(spans)} are too few to see a period; accepted: 5 or more")
     one, two, three = (spans[middle + step] for step in (-1, 0, 1))
     forward, backward = three[0] - two[0], two[1] - three[1]
-    if min(forward, backward) < 1:
+    if min(forward, backward) < 0:
+        raise PlanError(
+            "the blocks in the middle are not all trained, or are used in another order than they are numbered; trace the whole "
+            "model"
+        )
+    if not forward or not backward:
         least = min(_bytes(problem, number, middle + step) for step in (-1, 0, 1))
         raise PlanError(
             "several blocks are gathered at once, in one region: a bucket is larger than they are; accepted: a bucket of at most "
@@ -168,8 +183,11 @@ def _find(problem: StepProblem, number: re.Pattern[str], more: int) -> _Period:
         two[0] - one[0] != forward
         or one[1] - two[1] != backward
         or signs[two[0] : three[0]] != signs[one[0] : two[0]]
+        or signs[two[0] : three[0]] != signs[three[0] : three[0] + forward]
         or signs[period.back : two[1] + 1] != signs[period.back + backward : one[1] + 1]
+        or signs[period.back : two[1] + 1] != signs[period.back - backward : three[1] + 1]
         or _units(problem, two[0], period) != _units(problem, one[0], period, forward=forward, backward=-backward)
+        or _units(problem, two[0], period) != _units(problem, three[0], period, forward=-forward, backward=backward)
     ):
         raise PlanError("the blocks in the middle differ, or share what only some of them use; trace the whole model")
     return period

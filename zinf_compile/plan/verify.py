@@ -23,15 +23,18 @@ NAMED = 6
 """Sentences of an error; more are counted."""
 
 
-def check(problem: StepProblem, plan: Plan) -> None:
-    """Raise `PlanError` with what is wrong; with the first of it, and how much more there is, where it is much."""
+def check(problem: StepProblem, plan: Plan, *, planner: str | None = None) -> None:
+    """Raise `PlanError` with what is wrong; with the first of it, and how much more there is, where it is much.
+
+    `planner`: who has returned the plan; one of the user's own may have changed another planner's.
+    """
     if not (wrong := verify(problem, plan)):
         return
     said = "; ".join(wrong[:NAMED]) + (f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else "")
     units = plan.local.homes.params.keys()
     if units - problem.unit.keys() and problem.unit.keys() - units:
         said += ". It was made for another model or other options: units have other names"
-    raise PlanError(f"plan {plan.planner or 'by hand'} is illegal: {said}")
+    raise PlanError(f"plan {planner or plan.planner or 'by hand'} is illegal: {said}")
 
 
 def verify(problem: StepProblem, plan: Plan) -> list[str]:

@@ -73,6 +73,10 @@ def test_arguments_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path
     [
         (["--size", "1000TB"], "bytes needed"),
         (["--size", "1MiB"], "less than two blocks of 4,194,304 bytes"),
+        (
+            ["--size", "8MiB", "--depth", "3"],
+            "--depth 3 blocks of 4,194,304 bytes at a time are more than --size, 8,388,608 bytes",
+        ),
         (["--size", "1MiB", "--block", "1000"], "accepted: multiples of 4096"),
     ],
 )

@@ -62,10 +62,15 @@ def nonsense() -> list[tuple[dict[str, Any], str]]:
         ({"flops_per_second": {"bfloat16": -1.0}}, "flops_per_second of bfloat16 is -1; accepted: 1000 to 1e+18"),
         ({"reached": 1.5}, "reached is 1.5; accepted: more than 0, and at most 1"),
         ({"to_device_bytes_per_second": 50.0}, "to_device_bytes_per_second is 50; accepted: 1000"),
+        ({"host_memory_bytes": -5}, "host_memory_bytes is -5; accepted: 0 to"),
+        ({"host_memory_bytes": 10**40}, "accepted: 0 to"),
         ({"latency_seconds": 10.0}, "latency_seconds is 10.0; accepted: 0 to 1"),
         ({"drives": 0}, "drives is 0; accepted: 1 to"),
         ({"drive": {"rates": []}}, "the drive has no rates"),
         ({"drive": {"rates": [{**rate, "both_bytes_per_second": 9e9}]}}, "more than reads and writes alone move together, 3e+09"),
+        ({"drive": {"rates": [{**rate, "extent_bytes": -4}]}}, "drive.rates[0].extent_bytes is -4; accepted: 0 or more"),
+        ({"drive": {"rates": [{**rate, "seconds": -4.0}]}}, "drive.rates[0].seconds is -4.0; accepted: 0 or more"),
+        ({"drive": {"rates": [rate], "capacity_bytes": -1}}, "drive.capacity_bytes is -1; accepted: 0 (not known) or more"),
         ({"gpus": 8}, "has no field 'gpus'"),
     ]
 
