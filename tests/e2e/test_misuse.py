@@ -151,7 +151,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "type": (lambda m: m.type(torch.float64), "torch.float64 on cpu.*or use autocast"),
     "meta": (lambda m: m.to("meta"), "torch.float32 on meta.*move the model before its first compiled call"),
     "empty": (lambda m: m.to_empty(device="meta"), "torch.float32 on meta.*move the model before its first compiled call"),
-    "data": (lambda m: setattr(m.first.weight, "data", torch.zeros(3)), r"\(\[3\] torch.float32.*gathered\(model, write=True\)"),
+    "data": (lambda m: setattr(m.first.weight, "data", torch.zeros(3)), r"data of shape \[3\] is not possible. Resize it"),
     "pickle": (pickle.dumps, r"can't be pickled: save zinf_compile.full_state_dict\(model\)"),
     "save": (lambda m: torch.save(m, io.BytesIO()), "can't be pickled"),
     "save a parameter": (lambda m: torch.save(m.first.weight, io.BytesIO()), "can't be pickled"),

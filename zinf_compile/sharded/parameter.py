@@ -231,6 +231,12 @@ def check_assignable(parameter: ShardedParameter, value: torch.Tensor) -> None:
             "`parameter.data = value` gives it the values of one that is partitioned alike, on one rank also of a plain one; "
             "change values, on all ranks, inside `with zinf_compile.gathered(model, write=True):`"
         )
+    if tuple(value.shape) != unit.shape:
+        raise PartitionedParameterError(
+            f"parameter {unit.name} is partitioned as {list(unit.shape)}; assigning data of shape {list(value.shape)} is not "
+            "possible. Resize it before its first compiled call (by resize_token_embeddings, too), or replace its module by a "
+            "new one, such as `model.head = nn.Linear(...)`, and make a new optimizer"
+        )
     if not same:
         raise PartitionedParameterError(
             f"parameter {unit.name} is partitioned as {list(unit.shape)} {unit.dtype} on {unit.device}; assigning its data "
