@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -25,22 +25,22 @@ def note_equal(gradient: torch.Tensor) -> None:
 
 
 def spread_gradients(
-    gradients: Mapping[int, torch.Tensor], partitioned: Sequence[tuple[nn.Parameter, Unit]], context: Context
+    gradients: dict[int, torch.Tensor], partitioned: Sequence[tuple[nn.Parameter, Unit]], context: Context
 ) -> None:
     """Give parameters their earlier whole gradients as their shards: the mean over the ranks, and of none where a rank has none.
 
-    `gradients`: this rank's, by the number of the parameter in `partitioned`. A collective operation; on one rank, where a whole
-    gradient is at hand, nothing is done.
+    `gradients`: this rank's, by the number of the parameter in `partitioned`; taken out one by one. A collective operation; on
+    one rank, where a whole gradient is at hand, nothing is done.
     """
     if context.size == 1 or not partitioned:
         return
     own = [_kind(gradients.get(number)) for number in range(len(partitioned))]
-    everyone = context.ranks.exchange(torch.tensor([*own, _NONE], dtype=torch.float64), what="looking for earlier gradients")
+    everyone = context.ranks.exchange(torch.tensor(own, dtype=torch.float64), what="looking for earlier gradients")
     for number, (parameter, unit) in enumerate(partitioned):
         kinds = set(everyone[:, number].tolist())
         if kinds == {_NONE}:
             continue
-        gradient = gradients.get(number)
+        gradient = gradients.pop(number, None)
         if gradient is None:
             gradient = torch.zeros(unit.shape, dtype=unit.dtype, device=unit.device)
         parameter.grad = _cut(unit, gradient) if kinds == {_EQUAL} else partitioned_gradient(unit, gradient)
