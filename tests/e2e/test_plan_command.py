@@ -86,7 +86,7 @@ def test_text_and_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     assert "by ranks" in text
     assert "tokens/s on all ranks" in text
     numel = 2 * 512 * 2048
-    assert f"{numel * (4 + 4 + 8) / 2 / 1e9:,.1f} GB" in text
+    assert f"{numel * (4 + 4 + 8) / 2 / 1e6:,.1f} MB" in text
     assert "model states, ZeRO-3" in text
 
 

@@ -279,6 +279,8 @@ def _text(each: Planned, row: dict[str, Any]) -> str:
 def _gib(count: int | None) -> str:
     if count is None:
         return "no limit"
+    if count < 10_000:
+        return f"{count:,} bytes"
     return f"{count / 2**30:,.1f} GiB" if count >= 2**28 else f"{count / 2**20:,.2f} MiB"
 
 

@@ -27,9 +27,9 @@ def _rows(problem: StepProblem, profile: Profile, tokens: int) -> Iterator[tuple
     numbers = {"Psi": numel, "N": world, "v": width, "K": each}
     for stage, formula in formulas.MODEL_STATES.items():
         own = {symbol.name: numbers[symbol.name] for symbol in formula.free_symbols}
-        yield f"model states, ZeRO-{stage}", str(formula), f"{formulas.evaluate(formula, **own) / 1e9:,.1f} GB"
+        yield f"model states, ZeRO-{stage}", str(formula), _decimal(formulas.evaluate(formula, **own), "B")
     for stage, formula in formulas.MOVED.items():
-        yield f"elements received, ZeRO-{stage}", str(formula), f"{formulas.evaluate(formula, Psi=numel, N=world) / 1e9:,.2f} G"
+        yield f"elements received, ZeRO-{stage}", str(formula), _decimal(formulas.evaluate(formula, Psi=numel, N=world), "")
     peak = profile.flops("float32" if width == 4 else "bfloat16")
     for name in ("parameters and gradients", "optimizer states"):
         intensity = formulas.evaluate(formulas.INTENSITIES[name], b=1, s=tokens)
@@ -39,6 +39,12 @@ def _rows(problem: StepProblem, profile: Profile, tokens: int) -> Iterator[tuple
             rate = link.bytes_per_second / link.sharers
             share = formulas.evaluate(formulas.EFFICIENCY, ait=intensity, bw=rate, peak=peak)
             yield f"efficiency, {name}, {link.name}", str(formulas.EFFICIENCY), f"{share:.0%} at {intensity:,.0f} FLOP/byte"
+
+
+def _decimal(count: float, unit: str) -> str:
+    """Return a number in thousands, millions or billions of a unit."""
+    factor, prefix = next((pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if count >= pair[0]), (1.0, ""))
+    return f"{count / factor:,.1f} {prefix}{unit}".rstrip()
 
 
 def _is_wide(stored: int, states: int) -> bool:
