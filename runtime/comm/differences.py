@@ -23,6 +23,20 @@ _OTHER_GRAPH = (
 )
 """Advice where ranks gather in other orders."""
 
+_FILES = ("saving ", "loading ", "opening a checkpoint")
+_ON_ALL_RANKS = (
+    "What saves, loads or gathers a model is called on all ranks, each of which has a part of it: take the call out of "
+    "`if rank == 0:`; files of the whole are rank 0's all the same"
+)
+"""Advice where one rank saves or loads and another goes on."""
+
+_STEP = ("reducing the gradients of a step", "a step", "norm of ")
+_MORE_MICRO_BATCHES = (
+    "One rank is at its step, or takes norms for it, while another begins a micro-batch: loaders of different lengths, or a call "
+    "that one rank makes alone; give all ranks as many batches, and the same calls"
+)
+"""Advice where a step, or what clips before it, meets a graph."""
+
 
 def first_difference(described: list[list[str]]) -> str:
     """Return what ranks that were to do the same do instead.
@@ -45,10 +59,18 @@ def first_difference(described: list[list[str]]) -> str:
                     text = f"{text} {_ONE_CALL_MORE}"
                 elif here.startswith(_GATHER) and there.startswith(_GATHER):
                     text = f"{text} {_OTHER_GRAPH}"
+                elif first.startswith(_FILES) != what.startswith(_FILES):
+                    text = f"{text} {_ON_ALL_RANKS}"
+                elif _meets(first, what) or _meets(what, first):
+                    text = f"{text} {_MORE_MICRO_BATCHES}"
                 if ENDING in (first, what) and first != what:
                     text = f"{text} One rank's process has ended: has it run out of batches, left the loop, or failed?"
                 return text
     return "the ranks are not doing the same thing, though they describe it alike"
+
+
+def _meets(one: str, other: str) -> bool:
+    return one.startswith(_STEP) and bool(_phase(other))
 
 
 def _phase(what: str) -> str:
