@@ -140,6 +140,8 @@ def timeline(model: nn.Module, file: str | os.PathLike[str] | None = None, *, fo
     form = form or ("perfetto" if str(file).endswith(".json") else "html")
     if form not in FORMATS:
         raise OptionError(f"form={form!r} of a timeline is not known; accepted: {', '.join(FORMATS)}")
+    if file is not None and (not isinstance(file, str | os.PathLike) or not str(file) or "\0" in str(file)):
+        raise OptionError(f"the timeline can't be written to {file!r}; accepted: a file's name, or None")
     path = None if file is None else _file_of(os.fspath(file), context)
     title = f"A step of {type(model).__name__}" + (f" on rank {context.rank} of {context.size}" if context.size > 1 else "")
     recording = Recording(context, title, path, form)

@@ -104,6 +104,9 @@ def test_nothing_is_kept_when_nobody_records(tmp_path: Path) -> None:
         zinf_compile.timeline(training.model, form="svg")
     with pytest.raises(OptionError, match=r"can't be written to .*No such file or directory"):
         zinf_compile.timeline(training.model, tmp_path / "no" / "step.html")
+    for file in ("", b"step.html", "a\0b.html", 3):
+        with pytest.raises(OptionError, match=r"can't be written to .*; accepted: a file's name, or None"):
+            zinf_compile.timeline(training.model, file)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"every=0 is no number of steps; accepted: 1, 2"):
         zinf_compile.report_steps(training.model, every=0)
     with pytest.raises(OptionError, match=r"write='log' can't be called; accepted: a function of one text"):
