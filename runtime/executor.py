@@ -201,7 +201,7 @@ def _reduce_at_hand(step: Reduce, members: Sequence[Unit | Tile], run: Run) -> N
     staying: list[torch.Tensor] = []
     try:
         for unit, (grad, slot, out, alias) in zip(members, step.members, strict=True):
-            whole, stays = run.gradient_of(unit) if isinstance(unit, Tile) else None, unit.placement.grads == Tier.DEVICE
+            whole = run.gradient_of(unit) if isinstance(unit, Tile) else None
             if whole is not None and whole.on_device:
                 value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
                 if value.data_ptr() != shard.data_ptr():
@@ -209,12 +209,11 @@ def _reduce_at_hand(step: Reduce, members: Sequence[Unit | Tile], run: Run) -> N
                 del value
             else:
                 shard = _take_gradient(registers, grad, unit, step.dtype, alias, copy=alias is not GradAlias.NOBODY)
-                if stays:
+                if unit.placement.grads == Tier.DEVICE:
                     staying.append(shard)
                 else:  # before it leaves
                     ledger.track("grads", shard)
-            handle = ReduceHandle(unit, shard, _DONE, whole)
-            registers[out] = handle if stays else _take_home(handle, slot, run)
+            registers[out] = _take_home(ReduceHandle(unit, shard, _DONE, whole), slot, run)
     finally:
         ledger.track("grads", *staying)
 

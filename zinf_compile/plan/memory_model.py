@@ -289,7 +289,7 @@ def step_chunk(
             seen[id(placement)] = by_placement.setdefault(placement.without_tiles, [])
         seen[id(placement)].append(slot)
     packed = (_packed_numel(alike, at, size=size, topology=topology) for at, alike in by_placement.items())
-    largest = max(least or 0, *packed) if by_placement else least or 0  # what is planned for one is what all keep to
+    largest = max([least or 0, *packed])  # what is planned for one is what all keep to
     sides = Sides(0, 0)
     for at, alike in by_placement.items():
         sides = sides.plus(_chunk_bytes(alike, at, largest, size=size, topology=topology))
