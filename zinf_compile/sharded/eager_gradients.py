@@ -30,6 +30,11 @@ def partitioned_gradient(unit: Unit, grad: torch.Tensor) -> ShardedGradient:
     shard = unit.flat(grad).to(unit.reduce_dtype, copy=True)
     if unit.shard_group.size > 1:
         shard = reduce_for_eager(unit, shard)
+    return gradient_of_shard(unit, shard)
+
+
+def gradient_of_shard(unit: Unit, shard: torch.Tensor) -> ShardedGradient:
+    """Return the gradient of which this rank has computed or cut its shard, on its way to its tier."""
     unit.context.memory.ledger.track("grads", shard)
     return ShardedGradient(unit, *offload(unit, shard, Done()))
 

@@ -8,12 +8,9 @@ import torch
 from torch import nn
 
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
-from .eager_gradients import partitioned_gradient
-from .gradient import ShardedGradient
+from .eager_gradients import gradient_of_shard, partitioned_gradient
 
 _NONE, _OWN, _EQUAL = 0.0, 1.0, 2.0
 """What a rank has of a parameter: no gradient, one of its own batches, or the one of all ranks."""
@@ -43,17 +40,13 @@ def spread_gradients(
         gradient = gradients.pop(number, None)
         if gradient is None:
             gradient = torch.zeros(unit.shape, dtype=unit.dtype, device=unit.device)
-        parameter.grad = _cut(unit, gradient) if kinds == {_EQUAL} else partitioned_gradient(unit, gradient)
+        if kinds == {_EQUAL}:
+            parameter.grad = gradient_of_shard(unit, unit.local_part(gradient).to(unit.reduce_dtype))
+        else:
+            parameter.grad = partitioned_gradient(unit, gradient)
 
 
 def _kind(gradient: torch.Tensor | None) -> float:
     if gradient is None:
         return _NONE
     return _EQUAL if getattr(gradient, "_zinf_equal_at", None) == gradient._version else _OWN
-
-
-def _cut(unit: Unit, gradient: torch.Tensor) -> ShardedGradient:
-    """Return this rank's part of a gradient that all ranks have."""
-    shard = unit.local_part(gradient).to(unit.reduce_dtype)
-    unit.context.memory.ledger.track("grads", shard)
-    return ShardedGradient(unit, *offload(unit, shard, Done()))
