@@ -179,6 +179,7 @@ def test_a_file_that_is_full_takes_nothing_from_what_is_printed(capsys: pytest.C
             "option optimizer='nvme' needs drives of a known speed",
         ),
         (["--machine", "h100", "--html", "."], "'.' is a folder; accepted: a file in one"),
+        (["--machine", "h100", "--blocks", "layers=6"], "accepted: a list of blocks, of which this model has none"),
         (["--machine", "h100", "--html", "/proc/page.html"], "'/proc/page.html' can't be written"),
         (["--machine", "h100", "--options", '{"nvme": "."}'], "option nvme is an argument of `zinf plan`: give --nvme 1x in its"),
         (

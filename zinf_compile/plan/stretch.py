@@ -21,9 +21,6 @@ from zinf_compile.errors import PlanError
 from .problem import StepProblem
 from .problem_parts import Region, SavedValue, StatePiece, Unit
 
-_NUMBERED = re.compile(r"(?<![\w.])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\.\d+\.")
-"""A list in the name of a unit."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Period:
@@ -83,8 +80,8 @@ def stretch(problem: StepProblem, blocks: str, count: int) -> StepProblem:
     """
     number = _numbered(blocks)
     if not (there := count_blocks(problem, blocks)):
-        known = ", ".join(sorted({name for unit in problem.units for name in _NUMBERED.findall(unit.name)}))
-        accepted = f"one of {known}" if known else "a list of blocks, of which this model has none"
+        known = _lists(problem)
+        accepted = f"one of {', '.join(known)}" if known else "a list of blocks, of which this model has none"
         raise PlanError(f"no parameter is in a list {blocks!r}; accepted: {accepted}")
     if len(lists := _lists(problem, blocks)) > 1:
         raise PlanError(f"{blocks!r} is the end of {' and '.join(lists)}; accepted: one list, such as {lists[0]!r}")
@@ -134,9 +131,10 @@ def _numbered(blocks: str) -> re.Pattern[str]:
     return re.compile(rf"\b{re.escape(blocks)}\.(\d+)\b")
 
 
-def _lists(problem: StepProblem, blocks: str) -> list[str]:
-    """Return the lists whose names end so."""
-    whole = re.compile(rf"(?<![\w.])((?:\w+\.)*{re.escape(blocks)})\.\d+\b")
+def _lists(problem: StepProblem, blocks: str | None = None) -> list[str]:
+    """Return the lists whose names end so; None: all of them."""
+    last = r"[A-Za-z_]\w*" if blocks is None else re.escape(blocks)
+    whole = re.compile(rf"(?<![\w.])((?:\w+\.)*{last})\.\d+\b")
     return sorted({found for unit in problem.units for found in whole.findall(unit.name)})
 
 
@@ -182,12 +180,12 @@ def _find(problem: StepProblem, number: re.Pattern[str], more: int) -> _Period:
     if (
         two[0] - one[0] != forward
         or one[1] - two[1] != backward
-        or signs[two[0] : three[0]] != signs[one[0] : two[0]]
-        or signs[two[0] : three[0]] != signs[three[0] : three[0] + forward]
-        or signs[period.back : two[1] + 1] != signs[period.back + backward : one[1] + 1]
-        or signs[period.back : two[1] + 1] != signs[period.back - backward : three[1] + 1]
-        or _units(problem, two[0], period) != _units(problem, one[0], period, forward=forward, backward=-backward)
-        or _units(problem, two[0], period) != _units(problem, three[0], period, forward=-forward, backward=backward)
+        or any(
+            signs[two[0] : three[0]] != signs[two[0] + ahead : three[0] + ahead]
+            or signs[period.back : two[1] + 1] != signs[period.back - behind : two[1] + 1 - behind]
+            or _units(problem, two[0], period) != _units(problem, two[0] + ahead, period, forward=-ahead, backward=behind)
+            for ahead, behind in ((-forward, -backward), (forward, backward))
+        )
     ):
         raise PlanError("the blocks in the middle differ, or share what only some of them use; trace the whole model")
     return period
