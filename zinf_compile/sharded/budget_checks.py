@@ -19,7 +19,7 @@ from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.host_limits import ranks_of_node
-from zinf_compile.runtime.units.unit import Tile, Unit
+from zinf_compile.runtime.units.unit import Unit
 
 from .allowed_homes import farthest_homes
 from .caps import agree_on_memory, find_caps, held_bytes
@@ -147,14 +147,15 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
         )
 
 
-def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> dict[Tier, Lack]:
+def lack_of_second_gradients(context: Context, units: Iterable[Unit]) -> dict[Tier, Lack]:
     """Return what a backward needs of each side that makes gradients in memory beside earlier ones of the same units."""
     reservations = context.memory.reservations
     if reservations.device_cap is None and reservations.host_cap is None:
         return {}
-    distinct = {part.unit if isinstance(part, Tile) else part for part in units}
     with no_torch_function():
-        again = [unit for unit in distinct if (p := unit.parameter()) is not None and has_gradient(p)]
+        again = {unit for unit in units if (p := unit.parameter()) is not None and has_gradient(p)}
+        if not again:
+            return {}
         second = gradient_bytes(context, again)
     sides = (
         (Tier.DEVICE, context.memory.ledger, reservations.device_cap, reservations.passing_backward),

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.units.unit import Tile, Unit
+from zinf_compile.runtime.units.unit import Unit
 
 from .budget import GraphBudget
 from .budget_checks import lack_of_second_gradients, refuse_second_gradients
@@ -33,7 +33,7 @@ class CallChecks:
         call = None if self._budget is None else self._budget.call()
         return frozenset(() if call is None else map(id, call.reservations))
 
-    def lack(self, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Mapping[Tier, Lack]:
+    def lack(self, units: Iterable[Unit], args: Sequence[Any]) -> Mapping[Tier, Lack]:
         """Return, by side, what a call with these units and arguments lacks."""
         if self._makes_gradients:
             return lack_of_second_gradients(self._context, units)

@@ -190,8 +190,10 @@ def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
     """Return the bytes of these units' gradients that stay in memory, by side."""
     topology = context.link.topology
     found = {Tier.DEVICE: 0, Tier.HOST: 0}
+    placement: Placement | None = None
     for unit in units:
-        side = topology.side(unit.placement.grads)
+        if unit.placement is not placement:  # most have that of the one before
+            placement, side = unit.placement, topology.side(unit.placement.grads)
         if side is not None and (parameter := unit.parameter()) is not None and parameter.requires_grad:
             found[side] += unit.gradient_bytes
     return found
