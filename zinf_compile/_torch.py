@@ -19,7 +19,9 @@ from torch._dynamo.backends.common import aot_autograd as aot_autograd  # docume
 from torch._dynamo.convert_frame import compile_lock as compile_lock  # held while Dynamo compiles: see deferred_step.py
 from torch._dynamo.decorators import graph_break as graph_break  # documented, in a private module
 from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable also bars a function from being inlined
-from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
+from torch._dynamo.exc import (
+    ShortenTraceback as ShortenTraceback,
+)  # the only errors Dynamo passes on from a backend without wrapping them
 from torch._dynamo.symbolic_convert import InstructionTranslator  # which backend Dynamo captures for
 from torch._functorch import config as functorch_config  # two switches that aren't public
 from torch._functorch._aot_autograd import descriptors  # identity of graph inputs and outputs, without parsing names
@@ -66,22 +68,9 @@ def is_boxed(graph: torch.fx.Graph) -> bool:
     return isinstance(graph._codegen, BoxedCodeGen)
 
 
-def raise_through_dynamo(error: Exception) -> Exception:
-    """Return `error` as an instance of its own class that Dynamo raises to the user as it is, not as BackendCompilerFailed."""
-    kind = type(error)
-    methods = {"__init__": _init_through, "__reduce__": lambda self: (kind, *super(kind, self).__reduce__()[1:])}
-    through = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, **methods})
-    args = error.args
-    if isinstance(error, OSError) and error.filename is not None:  # missing in its `args`
-        args = (*args, error.filename, None, error.filename2)
-    passed: Exception = through(*args)
-    passed.__dict__.update(error.__dict__)  # notes and other attributes
-    return passed
-
-
-def _init_through(self: Any, *args: object) -> None:
-    (OSError if isinstance(self, OSError) else Exception).__init__(self, *args)
-    self.first_useful_frame = None
+def dynamo_is_verbose() -> bool:
+    """Return whether the user asked for the frames of errors that are raised while Dynamo compiles."""
+    return bool(torch._dynamo.config.verbose)
 
 
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:

@@ -18,7 +18,7 @@ from torch import nn
 from training import adamw
 
 import zinf_compile
-from zinf_compile._torch import raise_through_dynamo
+from zinf_compile.backend.through_dynamo import raise_through_dynamo
 from zinf_compile.errors import StepFailedError, StoreError
 from zinf_compile.runtime.storage import scratch_file
 

@@ -37,6 +37,7 @@ step_account — What a step of one captured graph takes at rough rates, for the
 tell_homes — What was decided for the parameters of a graph, as text.
 tiles_of_inputs — Tiles of a graph's parameters: whether they follow from the cap, and smaller ones, where the graph doesn't fit
     with those.
+through_dynamo — Errors of this package as Dynamo raises them to the user: as they are, without its frames.
 wrappers — Refusal of models in data-parallel wrappers.
 """
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import fx
 
-from zinf_compile._torch import raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError, ZinfError
 from zinf_compile.plan.profile import find_profile
 
 from .graph_compiler import Compiled, GraphCompiler, NothingMovesError
 from .ordinary_graph import OrdinaryCompiler, has_room, may_stay, nothing_moves
+from .through_dynamo import raise_through_dynamo
 
 
 def zero_infinity(

@@ -25,12 +25,12 @@ from zinf_compile._torch import (
     convertible_parameters,
     fake_mode,
     fake_process_group,
-    raise_through_dynamo,
     tree_leaves,
     tree_map,
 )
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.backend.plan_graphs import GraphPlanner
+from zinf_compile.backend.through_dynamo import raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
 from zinf_compile.ir.compute_shape import ComputeShape
