@@ -60,6 +60,8 @@ class Reservation:
     """Bytes of full units that it, and other graphs likewise, would keep gathered for backwards within a larger cap."""
     parameters: tuple[weakref.ref[torch.Tensor], ...] = ()
     """Those that it reads, if any."""
+    caps: Sides = _NONE
+    """Those within which it was planned."""
 
     @property
     def may_run(self) -> bool:
@@ -115,16 +117,39 @@ class Reservations:
     @property
     def passing(self) -> int:
         """The largest of all graphs, as one runs at a time."""
-        return max((reservation.passing for reservation in self._counted), default=0)
+        return self.passing_within().device
+
+    def passing_within(self, caps: Sides | None = None, *, backward: bool = False) -> Sides:
+        """Return the largest of all graphs within `caps`, by default those in force; or of those that may make gradients.
+
+        Where smaller ones were declared since a graph was planned, it counts with the least that it takes: how far it runs ahead
+        was no need of its own, and is nothing that the caps of another model have to hold.
+        """
+        found = [self._within_caps(made, caps) for made in self._counted if made.backward or not backward]
+        return Sides(max((each.device for each in found), default=0), max((each.host for each in found), default=0))
+
+    def _within_caps(self, made: Reservation, caps: Sides | None) -> Sides:
+        most = Sides(made.passing, made.passing_host)
+        sides = zip(most, made.least, self._wider_sides(made, caps), strict=True)
+        return Sides(*(least if wider else passing for passing, least, wider in sides))
+
+    def _wider_sides(self, made: Reservation, caps: Sides | None = None) -> tuple[bool, bool]:
+        """Say of both sides whether a graph was planned within larger caps than these, by default those in force and declared."""
+        if self.declared_device is None and self.declared_host is None:
+            return False, False
+        device, host = caps or (self.device_cap, self.host_cap)
+        return device is not None and made.caps.device > device, host is not None and made.caps.host > host
 
     def passing_alone(self, counts: Callable[[Reservation], bool]) -> int:
         """Return the largest of some of them, without what others of them save meanwhile."""
-        return max((made.passing - made.saved_outside for made in self._counted if counts(made)), default=0)
+        return max(
+            (self._within_caps(made, None).device - made.saved_outside for made in self._counted if counts(made)), default=0
+        )
 
     @property
     def passing_backward(self) -> int:
         """The largest of graphs that may make gradients beside earlier ones."""
-        return max((reservation.passing for reservation in self._counted if reservation.backward), default=0)
+        return self.passing_within(backward=True).device
 
     @property
     def compute(self) -> int:
@@ -144,7 +169,7 @@ class Reservations:
     @property
     def passing_host(self) -> int:
         """The same, for host memory beside the device."""
-        return max((reservation.passing_host for reservation in self._counted), default=0)
+        return self.passing_within().host
 
     def works(self, side: Tier, held: int, *, second: int = 0, unforeseen: bool = False) -> int:
         """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
@@ -176,14 +201,20 @@ class Reservations:
 
     @property
     def staging(self) -> int | None:
-        """The least staging of all; None where none limits it."""
-        return min((reservation.staging for reservation in self._counted if reservation.staging is not None), default=None)
+        """The least staging of all, within smaller caps that were declared since no more than these leave; None: no limit."""
+        unplanned = self._staging_unplanned
+        limits = [(made.staging, any(self._wider_sides(made))) for made in self._counted if made.staging is not None]
+        return min((min(planned, unplanned) if wider else planned for planned, wider in limits), default=None)
 
     @property
     def staging_limit(self) -> int:
         """The bytes to stage at once: as planned; where nothing was, of what user code reads, as little as caps are small."""
-        planned, caps = self.staging, [cap for cap in (self.device_cap, self.host_cap) if cap is not None]
-        return planned or min([STAGING_BYTES, *(max(BLOCK_BYTES, cap // _CAP_TO_STAGING) for cap in caps)])
+        return self.staging or self._staging_unplanned
+
+    @property
+    def _staging_unplanned(self) -> int:
+        caps = [cap for cap in (self.device_cap, self.host_cap) if cap is not None]
+        return min([STAGING_BYTES, *(max(BLOCK_BYTES, cap // _CAP_TO_STAGING) for cap in caps)])
 
     @property
     def chunk_buffers(self) -> int | None:

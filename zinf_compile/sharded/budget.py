@@ -287,6 +287,7 @@ class GraphBudget:
             wish=plan.wish,
             keepable=math.ceil(self.keepable * (1 + self.others)),
             parameters=self._parameters,
+            caps=Sides(device.cap, self.caps.host),
         )
         self._reservations.append(reservation)
         reservations.add(reservation)

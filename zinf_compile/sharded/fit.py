@@ -53,7 +53,7 @@ class Fit:
         held = [ledger.total()[0] - ledger.now()["bounce"] for ledger in ledgers]
         caps = (budget.device_cap, budget.caps.host)
         room = [cap - own - more for cap, own, more in zip(caps, held, budget.not_held, strict=True)]
-        passing = [context.memory.reservations.passing, context.memory.reservations.passing_host]
+        passing = list(context.memory.reservations.passing_within(Sides(*caps)))
         if together:
             room = [least_of_ranks(context, each, what="room for homes") for each in room]
             passing = [largest_of_ranks(context, each, what="what other graphs pass through memory") for each in passing]

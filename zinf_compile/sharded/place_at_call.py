@@ -8,6 +8,7 @@ from typing import Any
 from zinf_compile.config import Config
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.sizes import Sides
 from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
 
@@ -31,9 +32,11 @@ def place_at_call(
     reservations = memory.reservations
     chunks = model.chunk.plus(reservations.chunks)
     needed = model.resident.plus(model.added_by_steps).plus(chunks).plus(not_held_yet(context, ()))
+    device_cap = caps.device if topology.host_apart else min(caps.device, caps.host)
+    passing = reservations.passing_within(Sides(device_cap, caps.host))
     rows = [
-        (caps.device if topology.host_apart else min(caps.device, caps.host), memory.ledger, reservations.passing, needed.device),
-        (caps.host, memory.host_ledger, reservations.passing_host, needed.host),
+        (device_cap, memory.ledger, passing.device, needed.device),
+        (caps.host, memory.host_ledger, passing.host, needed.host),
     ]
     sides = rows if topology.host_apart else rows[:1]
     fits = all(ledger.total()[0] + passing + more <= cap for cap, ledger, passing, more in sides)
