@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.sizes import Sides
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.system.malloc import keep_free_memory
 
@@ -64,6 +65,8 @@ class Memory:
         """Bytes of the device and of the host that each of several ranks may use, the least of all of them."""
         self.inflight_gradients = InflightLimit()
         """Bounds the full gradients in flight to other ranks or to their tier."""
+        self.chunks = Sides(0, 0)
+        """Bytes that optimizers hold for one chunk each, which graphs plan for: they are in the ledgers as well."""
         self.pending_gradients = PendingGradients()
         """Gradients that deferred steps have still to apply."""
         self.staging = BufferPool(

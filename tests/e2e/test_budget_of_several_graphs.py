@@ -104,6 +104,43 @@ def test_a_graph_compiled_again_while_its_loss_is_held_trains_at_the_cap_that_is
         trial.train(least - 1)
 
 
+class Changed(nn.Module):
+    """Its forward is another one after the first step, of the same sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.sums = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum() if self.sums else x.square().mean()
+
+
+def test_a_graph_compiled_again_after_a_step_counts_the_chunk_that_is_held_once(tmp_path: Path) -> None:
+    def train(cap: int | None) -> list[float]:
+        torch.compiler.reset()
+        zinf_compile.reset()
+        model = seeded(Changed)
+        if cap is not None:
+            homes = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+            model.compile(backend=BACKEND, options={**homes, "nvme": str(tmp_path), "device_memory": cap})
+        optimizer, found = adamw(model.parameters()), []
+        for number in range(3):
+            model.sums = number > 0
+            loss = model(torch.ones(64, 256))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    with pytest.raises(BudgetError) as refused:
+        train(1)
+    assert train(named_cap(refused.value)) == train(None)
+
+
 def adversarial_losses(models: Sequence[nn.Module]) -> list[float]:
     """Take two steps of two models with an optimizer each, of which one reads what the other makes."""
     makes, judges = models

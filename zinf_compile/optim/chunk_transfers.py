@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zinf_compile.errors import StoreError
 from zinf_compile.ir.chunk_columns import Column
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.sizes import Sides
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Pending
@@ -160,8 +161,7 @@ class ChunkTransfers:
 
     def _make(self, most: int) -> None:
         made = ChunkBuffers(self._shapes, self.context.link, pinned=self.context.device.type != "cpu", most=most)
-        self.context.memory.host_ledger.add("states", made.host_bytes)
-        self.context.memory.ledger.add("staging", made.device_bytes)
+        _count(made, self.context, 1)
         self._made.append(made)
 
     def _changing(self, number: int, columns: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -198,9 +198,15 @@ def _key(chunk: Chunk, state: str) -> str:
 
 def _free(made: list[ChunkBuffers], context: Context) -> None:
     while made:
-        buffers = made.pop()
-        context.memory.host_ledger.add("states", -buffers.host_bytes)
-        context.memory.ledger.add("staging", -buffers.device_bytes)
+        _count(made.pop(), context, -1)
+
+
+def _count(buffers: ChunkBuffers, context: Context, sign: int) -> None:
+    memory, number = context.memory, max(1, len(buffers))
+    memory.host_ledger.add("states", sign * buffers.host_bytes)
+    memory.ledger.add("staging", sign * buffers.device_bytes)
+    one = Sides(sign * buffers.device_bytes // number, sign * buffers.host_bytes // number)
+    memory.chunks = memory.chunks.plus(context.link.topology.counted(one))
 
 
 def _close(store: ShardStore | None, made: list[ChunkBuffers], context: Context) -> None:

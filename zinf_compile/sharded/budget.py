@@ -87,7 +87,7 @@ class GraphBudget:
         hold yet; of the latter what a forward doesn't make, second gradients of its parameters."""
         self._not_held: Sides | None = None
         """The latter, as found before this graph's reservations."""
-        self._planned = PlannedParameters()
+        self.planned = PlannedParameters()
         self._reservations: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
         self._checked, self.measuring, self._collect = False, measuring, Collection()
@@ -137,7 +137,7 @@ class GraphBudget:
         moved, held, topology = [*self._slots, *self._unseen], self._units.keys(), self._topology
         self.model = model_memory(self.counted, placements, size=self._size, topology=topology, held=held, moved=moved)
         """Memory of the parameters that these graphs use, without what an earlier graph has planned for."""
-        self.model = self._planned.with_chunks(self.model, self.counted, placements)
+        self.model = self.planned.with_chunks(self.model, self.counted, placements)
         if self._saves_on_drives:
             self.model = dataclasses.replace(self.model, staging=max(self.model.staging, BLOCK_BYTES))
         self.later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
@@ -177,7 +177,7 @@ class GraphBudget:
         second = gradient_bytes(self.context, self._used - set(self._units.values()))
         self.second = Sides(min(second[Tier.DEVICE], self.not_held.device), min(second[Tier.HOST], self.not_held.host))
         own, running = set(self._units.values()), self._used | running_units()
-        self._planned = PlannedParameters.of(self.context, own, running=running, size=self._size)
+        self.planned = PlannedParameters.of(self.context, own, running=running, size=self._size)
 
     def saved_by_others(self, saved: int) -> int:
         """Return the bytes that other graphs' forwards will hold where this one's leaves `saved`: in proportion to parameters.
@@ -298,7 +298,7 @@ class GraphBudget:
         context, model = self.context, self.model
         topology = context.link.topology
         cap = self.device_cap
-        chunk, added = model.chunk.device, model.added_by_steps.device
+        chunk, added = self.planned.chunk_to_come(model).device, model.added_by_steps.device
         second = model.gradients.device if self.compute.is_forward else 0  # it makes none beside earlier ones
         most = max(transient.least.device, self.later.device)
         others = max(self.not_held.device - (self.second.device if self.compute.is_forward else 0), self._returning)
@@ -339,7 +339,7 @@ class GraphBudget:
         context, model, cap = self.context, self.model, self.caps.host
         if not context.link.topology.host_apart:
             return _Side(cap, 0, 0)
-        chunk, added = model.chunk.host, model.added_by_steps.host
+        chunk, added = self.planned.chunk_to_come(model).host, model.added_by_steps.host
         most = max(transient.least.host, self.later.host)
         here = model.resident.host + chunk + most + self.not_held.host + self.saved_on_host
         least = here + self._held(context.memory.host_ledger, here, cap)

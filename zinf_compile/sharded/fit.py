@@ -87,7 +87,8 @@ class Fit:
         budget = self._budget
         budget.plan_saved(moving, placements)
         model, measured = budget.model, self._measured(moving)
-        found = Sides(*map(max, zip(*self._needed(measured), strict=True))).plus(model.resident).plus(model.chunk)
+        passing = Sides(*map(max, zip(*self._needed(measured), strict=True)))
+        found = passing.plus(model.resident).plus(budget.planned.chunk_to_come(model))
         host = found.host + budget.saved_on_host - self._room[1] if self._apart else 0
         others = budget.saved_by_others(measured[0].saved) if len(measured) > 1 else 0
         return Excess(found.device + others - self._room[0], host)

@@ -35,6 +35,8 @@ class PlannedParameters:
     """The elements of the largest chunk that was planned for: steps keep to it."""
     beside: Sides = _NONE
     """Bytes of the chunks of other models."""
+    held: Sides = _NONE
+    """Bytes that optimizers of any of them hold already for a chunk each."""
 
     @classmethod
     def of(cls, context: Context, but: Collection[Unit], *, running: Collection[Unit], size: int) -> PlannedParameters:
@@ -52,7 +54,7 @@ class PlannedParameters:
                 beside = beside.plus(
                     step_chunk(slots, placements, size=size, topology=topology, least=reservations.chunk_numel)[1]
                 )
-        return cls(mine, homes, reservations.chunk_numel or 0, beside)
+        return cls(mine, homes, reservations.chunk_numel or 0, beside, context.memory.chunks)
 
     def with_chunks(self, model: MemoryModel, slots: Sequence[ParameterSlot], placements: Placements) -> MemoryModel:
         """Return the model of parameters with these homes, with the chunks of steps over all of them."""
@@ -62,6 +64,10 @@ class PlannedParameters:
             together = [*self.slots, *slots]
             numel, chunk = step_chunk(together, everywhere, size=model.size, topology=model.topology, least=self.chunk_numel)
         return dataclasses.replace(model, chunk_numel=numel, chunk=chunk.plus(self.beside))
+
+    def chunk_to_come(self, model: MemoryModel) -> Sides:
+        """Return the bytes of those chunks that no optimizer holds yet."""
+        return Sides(*(max(0, planned - held) for planned, held in zip(model.chunk, self.held, strict=True)))
 
 
 def _described(units: Sequence[Unit]) -> tuple[list[ParameterSlot], dict[int, Placement]]:
