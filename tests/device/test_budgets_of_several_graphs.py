@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,69 @@ def test_the_device_holds_no_more_than_any_cap_allows(kind: type[nn.Module], tmp
         if cap > whole:
             break
         cap += (whole - cap) // 3 + 100_000
+
+
+class Block(nn.Module):
+    """Blocks like it share graphs, each with parameters of its own."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 2:
+                torch._dynamo.graph_break()
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+def steps_of(model: nn.Module) -> list[float]:
+    optimizer, found = torch.optim.AdamW(model.parameters(), foreach=False), []
+    for number in range(2):
+        torch.manual_seed(number)
+        loss = model(torch.randn(256, 64).to("late"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach().cpu().item())
+    return found
+
+
+def repeated(options: dict[str, Any], *, by_block: bool = False) -> tuple[Repeated, list[float]]:
+    torch.compiler.reset()
+    zinf_compile.reset()
+    torch.manual_seed(0)
+    model = Repeated().to("late")
+    for part in model.blocks if by_block else [model]:
+        part.compile(backend="zero_infinity", options={"compute": "fx", **options})
+    return model, steps_of(model)
+
+
+def homes_of(model: nn.Module) -> set[str]:
+    placements = [p._zinf_unit.placement for p in model.parameters() if hasattr(p, "_zinf_unit")]
+    return {str(tier) for each in placements for tier in (each.params, each.grads, each.optimizer)}
+
+
+def test_a_cap_of_the_host_that_a_graph_names_holds_for_the_others_that_share_it(tmp_path: Path) -> None:
+    options = {"nvme": str(tmp_path), "activations": "keep"}
+    with pytest.raises(BudgetError) as refused:
+        repeated({**options, "host_memory": 1})
+    (cap,) = re.findall(r"smallest host_memory that works is ([\d,]+)", str(refused.value))
+    _, losses = repeated({**options, "host_memory": int(cap.replace(",", ""))})
+    assert losses == repeated({"params": "device"})[1]
+
+
+def test_blocks_that_share_a_graph_live_where_it_was_decided_while_there_is_room(tmp_path: Path) -> None:
+    """Steps have one chunk at a time in host memory, whichever of the graphs planned for it."""
+    model, _ = repeated({"nvme": str(tmp_path), "host_memory": "4MiB"}, by_block=True)
+    assert homes_of(model) == {"device"}

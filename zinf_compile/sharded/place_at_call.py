@@ -13,7 +13,8 @@ from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
 
 from .caps import find_caps
-from .other_graphs import not_held_yet, unseen_parameters
+from .other_graphs import not_held_yet, running_units, unseen_parameters
+from .planned_parameters import PlannedParameters
 from .short_ranks import least_of_ranks
 
 
@@ -26,11 +27,14 @@ def place_at_call(
     """
     memory, topology = context.memory, context.link.topology
     unseen = unseen_parameters(parameters)
-    model = model_memory([*slots, *unseen], placements, size=context.ranks.shard_group.size, topology=topology)
+    own, size = [*slots, *unseen], context.ranks.shard_group.size
+    planned = PlannedParameters.of(context, (), running=running_units(), size=size)  # in the chunks of which a step has them
+    model = planned.with_chunks(model_memory(own, placements, size=size, topology=topology), own, placements)
     whole = sum(slot.bytes for slot in (*slots, *unseen))
     caps = find_caps(config, context, held=whole + memory.ledger.total()[0])
     reservations = memory.reservations
-    chunks = model.chunk.plus(reservations.chunks)
+    ahead = Sides(*(((reservations.chunk_buffers or 1) - 1) * each for each in model.chunk))  # chunks that plans have room for
+    chunks = planned.chunk_to_come(model).plus(ahead)
     needed = model.resident.plus(model.added_by_steps).plus(chunks).plus(not_held_yet(context, ()))
     device_cap = caps.device if topology.host_apart else min(caps.device, caps.host)
     passing = reservations.passing_within(Sides(device_cap, caps.host))
