@@ -113,12 +113,16 @@ def homes_of(model: nn.Module) -> set[str]:
     return {str(tier) for each in placements for tier in (each.params, each.grads, each.optimizer)}
 
 
+def named_for_host(error: BudgetError) -> int:
+    (cap,) = re.findall(r"smallest host_memory that works is ([\d,]+)", str(error))
+    return int(cap.replace(",", ""))
+
+
 def test_a_cap_of_the_host_that_a_graph_names_holds_for_the_others_that_share_it(tmp_path: Path) -> None:
     options = {"nvme": str(tmp_path), "activations": "keep"}
     with pytest.raises(BudgetError) as refused:
         repeated({**options, "host_memory": 1})
-    (cap,) = re.findall(r"smallest host_memory that works is ([\d,]+)", str(refused.value))
-    _, losses = repeated({**options, "host_memory": int(cap.replace(",", ""))})
+    _, losses = repeated({**options, "host_memory": named_for_host(refused.value)})
     assert losses == repeated({"params": "device"})[1]
 
 
@@ -126,3 +130,21 @@ def test_blocks_that_share_a_graph_live_where_it_was_decided_while_there_is_room
     """Steps have one chunk at a time in host memory, whichever of the graphs planned for it."""
     model, _ = repeated({"nvme": str(tmp_path), "host_memory": "4MiB"}, by_block=True)
     assert homes_of(model) == {"device"}
+
+
+def test_what_several_graphs_save_on_the_host_stays_within_its_cap() -> None:
+    """Of one forward: each graph knows at its compilation what it saves itself."""
+    near = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    expected, cap, refusals = repeated({"params": "device"}, by_block=True)[1], 1, []
+    while True:
+        try:
+            model, losses = repeated({**near, "activations": "host", "host_memory": cap}, by_block=True)
+        except BudgetError as error:
+            refusals.append(str(error))
+            cap = max(cap + 1, named_for_host(error))
+            continue
+        break
+    assert losses == expected
+    peak = zinf_compile.stats(model)["memory"]["host"]["peak"]
+    assert peak["activations"] <= peak["all"] <= cap
+    assert any("are activations of earlier calls" in text for text in refusals)

@@ -69,6 +69,8 @@ reductions — Sums, norms, extremes and comparisons of tensors that are partiti
     operations.
 save_check — Parts of a model that can't be saved through its `state_dict()`: reported at the first step, not at the
     first save.
+saved_on_host — Host memory beside a device for the values that forwards save there: several graphs may do so before the first
+    backward.
 shard_pieces — A function on shards, a piece at a time: the next piece is read, and the last one written, while one is
     computed.
 shared_memory — Memory that a parameter shares with other tensors when it is partitioned.

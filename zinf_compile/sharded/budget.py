@@ -88,8 +88,8 @@ class GraphBudget:
         self._not_held: Sides | None = None
         """The latter, as found before this graph's reservations."""
         self.planned = PlannedParameters()
-        self._reservations: list[Reservation] = []
-        """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
+        self.reservations: list[Reservation] = []
+        """Its own, and its backward's: they count for as long as this object lives, which is as long as the compiled graph."""
         self._checked, self.measuring, self._collect = False, measuring, Collection()
         self._together = together and context.size > 1
         self._needs = GraphNeeds(context, together=self._together)
@@ -289,7 +289,7 @@ class GraphBudget:
             parameters=self._parameters,
             caps=Sides(device.cap, self.caps.host),
         )
-        self._reservations.append(reservation)
+        self.reservations.append(reservation)
         reservations.add(reservation)
         memory.inflight_gradients.limit = reservations.on_the_way
         memory.staging.limit(reservations.staging_limit)
@@ -332,8 +332,7 @@ class GraphBudget:
             ),
             at_once=self._checked,
         )
-        saved_beside = self.saved_by_others(self.compute.saved)
-        return _Side(cap, max(0, cap - least - added - saved_beside), least + added - second)
+        return _Side(cap, max(0, cap - least - added - self.saved_by_others(self.compute.saved)), least + added - second)
 
     def _check_host(self, transient: TransientMemory) -> _Side:
         context, model, cap = self.context, self.model, self.caps.host
@@ -362,7 +361,7 @@ class GraphBudget:
             ),
             at_once=self._checked,
         )
-        return _Side(cap, max(0, cap - least - added), least + added)
+        return _Side(cap, max(0, cap - least - added - math.ceil(self.others * self.saved_on_host)), least + added)
 
     def check(self, *, measure: Callable[[int], GraphBudget] | None = None, may_cut: bool = False) -> int | None:
         """Raise `BudgetError` for the graphs seen so far if one doesn't fit; from now on, at once for any other.
@@ -374,14 +373,14 @@ class GraphBudget:
         lacks = self._needs.lacks()
         may_cut &= measure is not None
         if (short := self._needs.is_short(lacks)) or (may_cut and self._needs.is_tight(lacks)):
-            reservations, made, now = self.context.memory.reservations, self._reservations, self.context.memory.reservations.caps
+            reservations, made, now = self.context.memory.reservations, self.reservations, self.context.memory.reservations.caps
             for reservation in made:
                 reservations.remove(reservation)
-            self._reservations, reservations.caps = [], self._caps_before
+            self.reservations, reservations.caps = [], self._caps_before
             found = self._needs.settle(self, self.caps, lacks, measure, short=short, may_cut=may_cut)
             if found is not None:
                 return found
-            self._reservations, reservations.caps = made, now
+            self.reservations, reservations.caps = made, now
             for reservation in made:
                 reservations.add(reservation)
         planned(self._units.values())
@@ -389,7 +388,7 @@ class GraphBudget:
 
     def call(self) -> Call | None:
         """Return what each call of these graphs is checked for; None where activations don't count."""
-        return call_of(self.compute, self._reservations)
+        return call_of(self.compute, self.reservations)
 
     def works(self, side: Tier) -> int:
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""

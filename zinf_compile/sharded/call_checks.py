@@ -14,6 +14,7 @@ from zinf_compile.runtime.units.unit import Unit
 from .budget import GraphBudget
 from .budget_checks import lack_of_second_gradients, refuse_second_gradients
 from .compute_budget import lack_for_call
+from .saved_on_host import lack_on_host
 from .short_ranks import Lack, refusal_text
 from .shortage import BATCH_TOO_LARGE, name_cap
 
@@ -37,10 +38,13 @@ class CallChecks:
         """Return, by side, what a call with these units and arguments lacks."""
         if self._makes_gradients:
             return lack_of_second_gradients(self._context, units)
-        if not self.counts or self._budget is None or (call := self._budget.call()) is None:
+        budget, found = self._budget, dict[Tier, Lack | None]()
+        if budget is None:
             return {}
-        lack = lack_for_call(self._context, call, units, args)
-        return {} if lack is None else {Tier.DEVICE: lack}
+        found[Tier.HOST] = lack_on_host(self._context, budget.reservations, budget.saved_on_host, units, others=budget.others)
+        if self.counts and (call := budget.call()) is not None:
+            found[Tier.DEVICE] = lack_for_call(self._context, call, units, args)
+        return {side: lack for side, lack in found.items() if lack is not None}
 
     def refuse(self, context: Context, lacks: Mapping[Tier, Lack]) -> NoReturn:
         """Raise `BudgetError`, on all ranks, where one lacks memory. Collective."""

@@ -281,7 +281,7 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
     later = _while_others_run(memory, call, given) if beside else 0
     others = max(0, later - beside - call.passing - call.outside)
     more = beside + call.passing + call.outside + others + user
-    gradients = gradient_bytes(context, _without_gradients(units))[Tier.DEVICE]
+    gradients = gradient_bytes(context, units_without_gradient(units))[Tier.DEVICE]
     held = held_bytes(memory.ledger, more + gradients, cap, memory) + gradients
     return Lack(
         needed=held + more,
@@ -309,7 +309,8 @@ def _while_others_run(memory: Memory, call: Call, given: frozenset[int]) -> int:
     return max(call.saved + others, call.results + reservations.passing_alone(lambda made: id(made) in behind))
 
 
-def _without_gradients(units: Iterable[Unit | Tile]) -> list[Unit]:
+def units_without_gradient(units: Iterable[Unit | Tile]) -> list[Unit]:
+    """Return the units, also of tiles, whose parameters have no gradient now."""
     distinct = {part.unit if isinstance(part, Tile) else part for part in units}
     with no_torch_function():
         return [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is None]

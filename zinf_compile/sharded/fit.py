@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 
 from torch import fx
@@ -89,7 +90,8 @@ class Fit:
         model, measured = budget.model, self._measured(moving)
         passing = Sides(*map(max, zip(*self._needed(measured), strict=True)))
         found = passing.plus(model.resident).plus(budget.planned.chunk_to_come(model))
-        host = found.host + budget.saved_on_host - self._room[1] if self._apart else 0
+        saved_on_host = math.ceil((1 + budget.others) * budget.saved_on_host)
+        host = found.host + saved_on_host - self._room[1] if self._apart else 0
         others = budget.saved_by_others(measured[0].saved) if len(measured) > 1 else 0
         return Excess(found.device + others - self._room[0], host)
 
