@@ -88,14 +88,20 @@ class _Average:
         return mean.to(grad.dtype)
 
 
-def rest_of(partitioned: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the other parameters of the models that `partitioned` belong to, by name: what no compiled graph uses."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+def parameters_beside(partitioned: Iterable[nn.Parameter]) -> tuple[dict[str, nn.Parameter], list[ShardedParameter]]:
+    """Return all other parameters of the models that `partitioned` belong to, by name, and those that are partitioned.
+
+    No compiled graph uses the others. Of the partitioned ones some may be of no optimizer, as frozen ones.
+    """
+    others: dict[int, tuple[str, nn.Parameter]] = {}
+    found: dict[int, ShardedParameter] = {}
     for model in models_of(partitioned):
         for name, parameter in model.named_parameters():
-            if not isinstance(parameter, ShardedParameter):
-                found.setdefault(id(parameter), (name, parameter))
-    return dict(found.values())
+            if isinstance(parameter, ShardedParameter):
+                found[id(parameter)] = parameter
+            else:
+                others.setdefault(id(parameter), (name, parameter))
+    return dict(others.values()), list(found.values())
 
 
 def _all_reduce(tensor: torch.Tensor, context: Context) -> Callable[[], None]:

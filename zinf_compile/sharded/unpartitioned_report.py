@@ -15,7 +15,7 @@ from zinf_compile.runtime.units.whole_unit import whole_unit_of
 
 from .ordinary import is_ordinary
 from .parameter import ShardedParameter
-from .unpartitioned import rest_of
+from .unpartitioned import parameters_beside
 
 _log = logging.getLogger("zinf_compile")
 
@@ -28,10 +28,10 @@ def report_whole(context: Context, optimizer: Optimizer, partitioned: Sequence[S
     costs = context.size > 1 or any(p._zinf_unit.backing or p._zinf_unit.placement.optimizer != Tier.DEVICE for p in partitioned)
     if context.rank != 0 or not (costs or _log.isEnabledFor(logging.INFO)):
         return
-    rest = rest_of(partitioned)
+    rest, cut = parameters_beside(partitioned)
     if not rest or any(map(is_ordinary, rest.values())):  # graphs that partition nothing use some, and don't note which
         return
-    of_model = sum(p._zinf_unit.bytes for p in partitioned) + sum(p.nbytes for p in rest.values())
+    of_model = sum(p._zinf_unit.bytes for p in cut) + sum(p.nbytes for p in rest.values())
     much = costs and sum(p.nbytes for p in rest.values()) > WARNED_SHARE * of_model
     _log.log(logging.WARNING if much else logging.INFO, "%s", whole_line(optimizer, rest, of_model, much=much))
 
