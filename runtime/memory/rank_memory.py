@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -67,6 +68,7 @@ class Memory:
         """Bounds the full gradients in flight to other ranks or to their tier."""
         self.chunks = Sides(0, 0)
         """Bytes that optimizers hold for one chunk each, which graphs plan for: they are in the ledgers as well."""
+        self._chunks_lock = threading.RLock()  # a finaliser may run inside any allocation
         self.pending_gradients = PendingGradients()
         """Gradients that deferred steps have still to apply."""
         self.staging = BufferPool(
@@ -75,6 +77,12 @@ class Memory:
         """Staging for blocks whose memory is not aligned."""
         self._host_buffer, self._waiting, self._drives_used = host_buffer, waiting, drives_used
         self._free_host = free_host
+
+    def count_chunk(self, *, device: int, host: int) -> None:
+        """Count more (fewer, when negative) bytes of `chunks`. Any thread may call."""
+        apart = self.host_ledger is not self.ledger
+        with self._chunks_lock:
+            self.chunks = self.chunks.plus(Sides(device, host) if apart else Sides(device + host, 0))
 
     def staged_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for what is read from a drive outside the schedule; counted, and made room for."""

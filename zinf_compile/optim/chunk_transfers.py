@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from zinf_compile.errors import StoreError
 from zinf_compile.ir.chunk_columns import Column
 from zinf_compile.ir.formats import format_of
-from zinf_compile.ir.sizes import Sides
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Pending
@@ -202,11 +201,11 @@ def _free(made: list[ChunkBuffers], context: Context) -> None:
 
 
 def _count(buffers: ChunkBuffers, context: Context, sign: int) -> None:
+    """Count the buffers, or count them no more; each has memory for the largest chunk."""
     memory, number = context.memory, max(1, len(buffers))
     memory.host_ledger.add("states", sign * buffers.host_bytes)
     memory.ledger.add("staging", sign * buffers.device_bytes)
-    one = Sides(sign * buffers.device_bytes // number, sign * buffers.host_bytes // number)
-    memory.chunks = memory.chunks.plus(context.link.topology.counted(one))
+    memory.count_chunk(device=sign * buffers.device_bytes // number, host=sign * buffers.host_bytes // number)
 
 
 def _close(store: ShardStore | None, made: list[ChunkBuffers], context: Context) -> None:
