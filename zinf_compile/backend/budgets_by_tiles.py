@@ -18,6 +18,7 @@ from zinf_compile.config import Config
 from zinf_compile.ir.compute_shape import piece_of
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.sharded.budget import GraphBudget
 
 from .capture import Captured, cut_into_tiles
@@ -61,6 +62,15 @@ class BudgetsByTiles:
         if key not in self._known:
             self._known[key] = self._measure(config, captured)
         return self._known[key]
+
+    def within(self, device_memory: int, host_memory: int) -> GraphBudget:
+        """Return the budget within both caps of each rank, and with the tiles that follow from the device's."""
+        host = host_memory * ranks_of_node()
+        config = dataclasses.replace(self._with_shape_of(device_memory), device_memory=device_memory, host_memory=host)
+        captured = cut_into_tiles(
+            self._captured, self._inputs, config.placement(), self._context.ranks.shard_group, from_placement=True
+        )
+        return self._measure(config, captured)
 
     def cut_as(self, device_memory: int) -> Config:
         """Return the graph's own configuration, with the tiles and the piece of another `device_memory`."""

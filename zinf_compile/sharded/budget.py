@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -32,7 +32,7 @@ from zinf_compile.runtime.units.create import shard_group_of
 
 from .caps import Caps, Collection, collect_unused, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
-from .graph_needs import GraphNeeds
+from .graph_needs import GraphNeeds, Measures
 from .other_graphs import bytes_beside, copies_to_come, not_held_yet, running_units, transient_of_unseen, unseen_parameters
 from .parameter import ShardedParameter, unit_of
 from .planned_parameters import PlannedParameters
@@ -363,7 +363,7 @@ class GraphBudget:
         )
         return _Side(cap, max(0, cap - least - added - math.ceil(self.others * self.saved_on_host)), least + added)
 
-    def check(self, *, measure: Callable[[int], GraphBudget] | None = None, may_cut: bool = False) -> int | None:
+    def check(self, *, measure: Measures | None = None, may_cut: bool = False) -> int | None:
         """Raise `BudgetError` for the graphs seen so far if one doesn't fit; from now on, at once for any other.
 
         `measure` returns the budget of the same graphs for another `device_memory`, where their tiles would follow from that.

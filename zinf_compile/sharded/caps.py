@@ -27,6 +27,11 @@ class Caps:
     device_source: str
     host_source: str
 
+    @property
+    def names_host(self) -> bool:
+        """Whether an option says how much host memory may be used."""
+        return self.host_source != _PROCESS
+
     def with_whole(self, count: int, *, on_host: bool) -> Caps:
         """Return the caps for who counts shards of so many bytes that are still whole now; declared ones stay."""
         device = count if self.device_source == _PROCESS else 0

@@ -27,6 +27,20 @@ class Works(Protocol):
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
 
 
+class Measures(Protocol):
+    """What measures the same graphs within other caps of this rank."""
+
+    def __call__(self, device_memory: int) -> Works:
+        """Return what they need within another `device_memory`, or one with the same tiles."""
+
+    def within(self, device_memory: int, host_memory: int) -> Works:
+        """Return what they need within both."""
+
+
+_ROUNDS = 4
+"""Pairs of caps that are tried for one in which a graph works: at each other homes may be chosen."""
+
+
 class GraphNeeds:
     """The needs of one captured graph. `together`: all ranks plan for it at the same point, and refuse it together."""
 
@@ -63,7 +77,7 @@ class GraphNeeds:
         own: Works,
         caps: Caps,
         lacks: Mapping[Tier, Lack],
-        measure: Callable[[int], Works] | None,
+        measure: Measures | None,
         *,
         short: bool,
         may_cut: bool,
@@ -110,6 +124,8 @@ class GraphNeeds:
             floor = of_all(max(fixed, default=0))
             works = find_smallest(lambda cap: with_tiles(cap)[0], floor=floor, edges=tile_range)
             smallest = {Tier.DEVICE: works, Tier.HOST: of_all(known[with_tiles(works)[1]].works(Tier.HOST))}
+            if self._context.link.topology.host_apart and caps.names_host:
+                smallest = _that_hold(smallest, {Tier.DEVICE: caps.device, Tier.HOST: caps.host}, measure, of_all)
         if not short:
             return None
         raise refusal(self._needs, smallest, tile) or refusal_elsewhere(self._needs, smallest, worst)
@@ -118,3 +134,18 @@ class GraphNeeds:
         here = [need for need in self._needs if need.side == side]
         cap = here[0].cap if here else None
         return Lack(max((need.needed for need in here), default=0), cap, self.works(side))
+
+
+def _that_hold(
+    smallest: Mapping[Tier, int], caps: Mapping[Tier, int], measure: Measures, of_all: Callable[[int], int]
+) -> dict[Tier, int]:
+    """Return the smallest caps, larger where other homes are chosen within both that need more, of one side or the other."""
+    found = dict(smallest)
+    for _ in range(_ROUNDS):
+        allowed = {side: max(found[side], of_all(caps[side])) for side in SIDES}
+        then = measure.within(allowed[Tier.DEVICE], allowed[Tier.HOST])
+        needed = {side: of_all(then.works(side)) for side in SIDES}
+        if all(needed[side] <= allowed[side] for side in SIDES):
+            break
+        found |= {side: needed[side] for side in SIDES if needed[side] > allowed[side]}
+    return found

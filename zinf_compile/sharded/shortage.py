@@ -65,7 +65,7 @@ def refusal(needs: Sequence[Need], smallest: Mapping[Tier, int], tile: int | Non
     worst = {}
     for side in (Tier.DEVICE, Tier.HOST):
         here = [need for need in needs if need.side == side]
-        if here and max(need.works for need in here) > here[0].cap:
+        if here and max(smallest[side], *(need.works for need in here)) > here[0].cap:
             worst[side] = max(here, key=lambda need: need.works)
     if (
         len(worst) > 1 and worst[Tier.DEVICE].options.keys() == worst[Tier.HOST].options.keys()
