@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from recurrent import Looped, Recurrent, batch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from versions import leaves_recurrent_forwards
 
+import zinf_compile
 from zinf_compile.optim.eager_models import watch_steps
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -137,3 +139,46 @@ def test_states_made_before_the_first_forward_are_no_step() -> None:
         model(*vectors(0)).backward()
         optimizer.step()
     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
+
+
+class Half(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).float().square().mean()  # type: ignore[no-any-return]
+
+
+def half(seed: int) -> tuple[Half, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Half()
+    model.compile(backend="zero_infinity", options={"compute": "fx", "params": "host", "master": "float32"})
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+def test_the_step_of_a_loaded_gradient_says_what_comes_first(tmp_path: Path) -> None:
+    """Nothing is partitioned before the first call, and master copies have no place."""
+    model, optimizer = half(0)
+    x = torch.linspace(-1, 1, 128).view(8, 16).bfloat16()
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x).backward()
+    zinf_compile.save(tmp_path / "saved", model, optimizer, wait=True)
+    optimizer.step()
+    expected = [p.clone() for p in zinf_compile.full_state_dict(model).values()]
+    for called in (True, False):
+        torch.compiler.reset()
+        zinf_compile.reset()
+        watch_steps()
+        model, optimizer = half(1)
+        zinf_compile.load(tmp_path / "saved", model, optimizer)
+        if called:
+            with torch.no_grad():
+                model(x)
+            optimizer.step()
+            assert all(map(torch.equal, zinf_compile.full_state_dict(model).values(), expected))
+        else:
+            with pytest.warns(UserWarning, match="call it once first, under torch.no_grad.*drops the master copies"):
+                optimizer.step()

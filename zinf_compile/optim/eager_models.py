@@ -46,13 +46,13 @@ def leave_unchecked(optimizer: Optimizer) -> None:
     record_of(optimizer).warned.add(_CHECKED)
 
 
-def check_compiled(optimizer: Optimizer) -> None:
+def check_compiled(optimizer: Optimizer, *, masters: bool = False) -> None:
     """Check, once for an optimizer with gradients, that what it trains was compiled, if it was to be.
 
     Raises `UnsupportedModelError` on several ranks, for they would train apart; else warns. A step at a rate of 0 is not the
-    first: `torch.distributed.checkpoint` takes such a one to make states.
+    first: `torch.distributed.checkpoint` takes such a one to make states. `masters` were loaded, which the step drops.
     """
-    if not (_searches_left[0] or (_asked[0] and _ranks() > 1)) or _CHECKED in record_of(optimizer).warned:
+    if not (_searches_left[0] or (_asked[0] and (masters or _ranks() > 1))) or _CHECKED in record_of(optimizer).warned:
         return
     groups = optimizer.param_groups
     trained = {p for p in itertools.chain.from_iterable(group["params"] for group in groups) if p.grad is not None}
@@ -62,7 +62,7 @@ def check_compiled(optimizer: Optimizer) -> None:
         for model in models_of(list(trained)):
             for module in model.modules():
                 if any(name == "zero_infinity" for name, _ in own_backends(module)):
-                    _check_module(module, trained, type(optimizer).__name__)
+                    _check_module(module, trained, type(optimizer).__name__, masters=masters)
         _searches_left[0] = max(0, _searches_left[0] - 1)
     record_of(optimizer).warned.add(_CHECKED)
 
@@ -75,7 +75,7 @@ def _is_known(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, ShardedParameter) or is_averaged(parameter) or is_ordinary(parameter)
 
 
-def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str) -> None:
+def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str, *, masters: bool) -> None:
     """Check a compiled module, part of whose parameters may be trained."""
     parameters = list(module.parameters())
     if trained.isdisjoint(parameters) or any(map(_is_known, parameters)):
@@ -91,10 +91,13 @@ def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str)
     name = type(getattr(module, "_orig_mod", module)).__name__
     found = (
         f'torch.compile(backend="zero_infinity") has compiled nothing of {name} that uses its parameters, before this step of '
-        f"{optimizer}. Dynamo leaves some forwards to eager code, as {reason}; or it is switched off, by TORCH_COMPILE_DISABLE, "
-        "set_stance() or its recompile limit; or functional_call() replaced the parameters. None is partitioned"
+        f"{optimizer}. Where it was not called since it was made, as before a step of gradients that a checkpoint had, call it "
+        f"once first, under torch.no_grad(). Dynamo leaves some forwards to eager code, as {reason}; or it is switched off, by "
+        "TORCH_COMPILE_DISABLE, set_stance() or its recompile limit; or functional_call() replaced the parameters. None is "
+        "partitioned"
     )
     help_ = f"{way or 'let a module of its own have what breaks the graph'}; TORCH_LOGS=graph_breaks names the places"
     if size > 1:
         raise UnsupportedModelError(f"{found}, and no gradient is averaged over the {size} ranks: {help_}")
-    warnings.warn(f"{found} or leaves the device, and no cap holds: {help_}", stacklevel=_CALLER)
+    drops = ", and the step drops the master copies that were loaded" if masters else ""
+    warnings.warn(f"{found} or leaves the device, and no cap holds{drops}: {help_}", stacklevel=_CALLER)

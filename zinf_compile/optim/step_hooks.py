@@ -104,7 +104,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         _check_memory(optimizer)
         record.memory_left = left
     if not hollow and not split_units(optimizer):
-        check_compiled(optimizer)
+        check_compiled(optimizer, masters=record.loaded_master)
         if record.loaded_master:
             record.loaded_master = False
             drop_masters(optimizer, whole=True)
