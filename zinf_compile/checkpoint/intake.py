@@ -40,8 +40,14 @@ def plan_intake(
     """Return names and types for tensors given by name and type; `others`: further names, such as those of tied tensors.
 
     Raises `CheckpointError`, for the checkpoint `where`, naming every name that a mapping has and the checkpoint has not, all
-    tensors that get the same name, and all conversions that lose more than digits behind the point.
+    tensors that get the same name, and all conversions that lose more than digits behind the point; and for what is no `dtype`.
     """
+    for given in dtype.values() if isinstance(dtype, Mapping) else [dtype]:
+        if given is not None and not isinstance(given, torch.dtype):
+            raise CheckpointError(
+                f"dtype={given!r} is a {type(given).__name__}; accepted: a torch.dtype, as torch.bfloat16, or a mapping from "
+                "names to such types. Nothing was changed"
+            )
     problems: list[str] = []
     names = {name: _renamed(name, rename, problems) for name in [*stored, *others]}
     if isinstance(rename, Mapping):

@@ -184,7 +184,7 @@ def report(
 
 
 def schedule_hash(found: Sequence[Scheduled]) -> int:
-    """Hash the collective sequences of all graphs, in order: equal hashes, equal schedules."""
+    """Hash the collective sequences of all graphs, in order: equal hashes, equal collectives."""
     return digest_of([line for s in found for line in s.program.sequence])
 
 
@@ -255,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     instead = dumping.add_mutually_exclusive_group()
     instead.add_argument("--after", metavar="PASS", help=f"show the graphs after this pass, with every operator: {known}")
     instead.add_argument("--diff", metavar="PASS", help="print what this pass changed in each graph, and nothing else")
-    instead.add_argument("--hash", action="store_true", help="print the schedule hash of all graphs, and nothing else")
+    instead.add_argument("--hash", action="store_true", help="print the hash of the collectives of all graphs, and nothing else")
     dumping.add_argument("--world", metavar="N", type=plan.count, default=1, help="as one of N ranks (default 1)")
     dumping.add_argument(
         "--device",

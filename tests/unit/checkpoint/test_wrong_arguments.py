@@ -12,6 +12,8 @@ from torch import nn
 
 import zinf_compile
 from zinf_compile.checkpoint.fit import named_optimizers
+from zinf_compile.checkpoint.intake import plan_intake
+from zinf_compile.errors import CheckpointError
 
 CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "save, swapped": (lambda model, optimizer: zinf_compile.save(model, "folder", optimizer), "a str is given as the model"),
@@ -85,3 +87,9 @@ def test_an_init_that_cannot_be_called_leaves_the_model_on_meta() -> None:
     with pytest.raises(TypeError, match=r"init=3 can't be called; accepted: a function of one module"):
         zinf_compile.partition(model, init=3)  # type: ignore[arg-type]
     assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "found"), [("bfloat16", "'bfloat16' is a str"), ({"weight": 16}, "16 is a int")])
+def test_a_type_to_load_in_is_one_of_pytorchs(dtype: Any, found: str) -> None:
+    with pytest.raises(CheckpointError, match=f"dtype={found}; accepted: a torch.dtype.*Nothing was changed"):
+        plan_intake({"weight": torch.float32}, None, dtype, "folder")
