@@ -19,9 +19,7 @@ from torch._dynamo.backends.common import aot_autograd as aot_autograd  # docume
 from torch._dynamo.convert_frame import compile_lock as compile_lock  # held while Dynamo compiles: see deferred_step.py
 from torch._dynamo.decorators import graph_break as graph_break  # documented, in a private module
 from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable also bars a function from being inlined
-from torch._dynamo.exc import (
-    ShortenTraceback as ShortenTraceback,
-)  # the only errors Dynamo passes on from a backend without wrapping them
+from torch._dynamo.exc import ShortenTraceback as ShortenTraceback  # Dynamo wraps all other errors of a backend
 from torch._dynamo.symbolic_convert import InstructionTranslator  # which backend Dynamo captures for
 from torch._functorch import config as functorch_config  # two switches that aren't public
 from torch._functorch._aot_autograd import descriptors  # identity of graph inputs and outputs, without parsing names

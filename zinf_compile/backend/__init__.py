@@ -35,9 +35,9 @@ states_kept — What the optimizers of this process keep for each parameter.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
 step_account — What a step of one captured graph takes at rough rates, for the decisions about it.
 tell_homes — What was decided for the parameters of a graph, as text.
+through_dynamo — Errors of this package as Dynamo raises them to the user: as they are, without its frames.
 tiles_of_inputs — Tiles of a graph's parameters: whether they follow from the cap, and smaller ones, where the graph doesn't fit
     with those.
-through_dynamo — Errors of this package as Dynamo raises them to the user: as they are, without its frames.
 wrappers — Refusal of models in data-parallel wrappers.
 """
 

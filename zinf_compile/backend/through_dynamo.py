@@ -37,6 +37,6 @@ def _init_through(self: Any, *args: object) -> None:
 def _without_dynamo(self: Exception) -> Exception:
     """Return the error as the backend raised it, from the first frame of this package on."""
     trace = self.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE:
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] != _PACKAGE:
         trace = trace.tb_next
     return self if trace is None or dynamo_is_verbose() else self.with_traceback(trace)
