@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from marks import more
+from named_cap import named_cap
 from torch import nn
 from training import BACKEND, adamw
 
@@ -230,3 +231,33 @@ def test_a_small_model_trains_within_less_than_its_states_take(tmp_path: Path) -
     losses, homes = trained(device_memory=states - 1, nvme=str(tmp_path))
     assert "nvme" in homes
     assert losses == trained()[0]
+
+
+def test_an_evaluation_before_the_first_step_leaves_room_for_training(tmp_path: Path) -> None:
+    """It decides the homes, with the tiles that are given, as the training graph would have."""
+
+    def train(cap: int, *, evaluated: bool) -> list[float]:
+        torch.compiler.reset()
+        zinf_compile.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)))
+        options = {"nvme": str(tmp_path), "device_memory": cap, "tile": "1MiB"}
+        compiled, found = torch.compile(model, backend=BACKEND, options=options), []
+        optimizer, x = adamw(model.parameters()), torch.linspace(-1, 1, 256 * 128).view(256, 128)
+        if evaluated:
+            with torch.no_grad():
+                compiled(x)
+        for _ in range(2):
+            loss = compiled(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    with pytest.raises(BudgetError) as refused:
+        train(1, evaluated=False)
+    least = named_cap(refused.value)
+    expected = train(least, evaluated=False)
+    for beside in (0, 100_000, 1_000_000, 2_500_000):
+        assert train(least + beside, evaluated=True) == expected

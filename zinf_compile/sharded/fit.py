@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Sequence
@@ -45,8 +46,8 @@ class Fit:
         """`graphs` have gathers just in time, and marks of all values that may leave; `results`: a forward's other outputs.
 
         Room is left for what passes through other graphs, which planned for it, and for what graphs to come save and return, in
-        proportion to this one's, and compute, as much as this one. Collective where ranks decide `together`: they go by the one
-        with the least room.
+        proportion to this one's, and compute, as much as this one; after an evaluation also for what training passes. Collective
+        where ranks decide `together`: they go by the one with the least room.
         """
         self._budget, self._results = budget, results
         self._apart = context.link.topology.host_apart
@@ -62,6 +63,8 @@ class Fit:
         self._to_come = 0
         if budget.compute.counts:
             self._to_come = compute_to_come(graphs[0], results, budget.counted if budget.unseen else ())
+        self._trains_later = budget.compute.counts and len(graphs) == 1 and any(slot.requires_grad for slot in budget.counted)
+        """Whether these graphs are of an evaluation with parameters that may be trained."""
         self._begin(graphs)
 
     def of(self, graphs: Sequence[fx.Graph]) -> Fit:
@@ -120,6 +123,8 @@ class Fit:
             compute = max(compute, 3 * max(each.temporaries for each in measured) // 2)
         beside = measured[0].saved if compute else 0
         elsewhere, found = budget.later.plus(Sides(compute + beside, 0)).most(self._passing_elsewhere), []
+        if self._trains_later:
+            elsewhere = elsewhere.most(self._backward_to_come(measured[0]))
         for number, least in enumerate(self._passing(measured)):
             makes_none = budget.compute.counts and number == 0 < len(self._graphs) - 1  # a forward, beside earlier gradients
             added = model.states.plus(Sides(*(-each for each in budget.second))) if makes_none else model.added_by_steps
@@ -163,6 +168,18 @@ class Fit:
         if key not in self._needs:
             self._needs[key] = self._transfers[number].memory(self._budget.counts)
         return self._needs[key]
+
+    def _backward_to_come(self, compute: ComputeMemory) -> Sides:
+        """Return an estimate of what a backward will pass of an evaluation: gradients of its values, and of what is gathered.
+
+        These of as much as two of its regions gather, and of as much as one whose transfer goes on. What is saved between is left
+        out: it may leave the device.
+        """
+        slots = [slot for slot in self._budget.counted if slot.requires_grad and slot.numel]
+        widest = max((slot.reduce_format.bytes(slot.numel) / slot.bytes for slot in slots), default=1.0)
+        made = math.ceil(widest * self._transfers[0].memory(counts_all).gathered)
+        needs = dataclasses.replace(self._needs_of(0), left=2 * made, reduced=3 * made)
+        return self._budget.model.transient(needs, dataclasses.replace(compute, temporaries=2 * compute.temporaries)).least
 
     def _measured(self, moving: Sequence[SavedMemory]) -> list[ComputeMemory]:
         accounts = self._accounts_of(moving)
