@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import capped_run  # noqa: F401, it finds `support`
 import pytest
 import torch
 from broken_models import Broken, FrozenWords, LossApart, Noticing, batch_of
+from capped_stack import named_by
 from named_cap import named_cap
 from torch import nn
 
@@ -113,16 +113,11 @@ def homes_of(model: nn.Module) -> set[str]:
     return {str(tier) for each in placements for tier in (each.params, each.grads, each.optimizer)}
 
 
-def named_for_host(error: BudgetError) -> int:
-    (cap,) = re.findall(r"smallest host_memory that works is ([\d,]+)", str(error))
-    return int(cap.replace(",", ""))
-
-
 def test_a_cap_of_the_host_that_a_graph_names_holds_for_the_others_that_share_it(tmp_path: Path) -> None:
     options = {"nvme": str(tmp_path), "activations": "keep"}
     with pytest.raises(BudgetError) as refused:
         repeated({**options, "host_memory": 1})
-    _, losses = repeated({**options, "host_memory": named_for_host(refused.value)})
+    _, losses = repeated({**options, "host_memory": named_by(str(refused.value), "host_memory")})
     assert losses == repeated({"params": "device"})[1]
 
 
@@ -141,7 +136,7 @@ def test_what_several_graphs_save_on_the_host_stays_within_its_cap() -> None:
             model, losses = repeated({**near, "activations": "host", "host_memory": cap}, by_block=True)
         except BudgetError as error:
             refusals.append(str(error))
-            cap = max(cap + 1, named_for_host(error))
+            cap = max(cap + 1, named_by(str(error), "host_memory"))
             continue
         break
     assert losses == expected

@@ -14,7 +14,7 @@ import torch
 from marks import more
 from named_cap import named_cap
 from torch import nn
-from training import BACKEND, adamw
+from training import BACKEND, adamw, plain_step
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, OptionError
@@ -242,18 +242,12 @@ def test_an_evaluation_before_the_first_step_leaves_room_for_training(tmp_path: 
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)))
         options = {"nvme": str(tmp_path), "device_memory": cap, "tile": "1MiB"}
-        compiled, found = torch.compile(model, backend=BACKEND, options=options), []
+        compiled = torch.compile(model, backend=BACKEND, options=options)
         optimizer, x = adamw(model.parameters()), torch.linspace(-1, 1, 256 * 128).view(256, 128)
         if evaluated:
             with torch.no_grad():
                 compiled(x)
-        for _ in range(2):
-            loss = compiled(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+        return [plain_step(lambda x: compiled(x).square().mean(), optimizer, (x,)).item() for _ in range(2)]
 
     with pytest.raises(BudgetError) as refused:
         train(1, evaluated=False)
