@@ -128,7 +128,7 @@ class Reservations:
         found = [self._within_caps(made, caps) for made in self._counted if made.backward or not backward]
         return Sides(max((each.device for each in found), default=0), max((each.host for each in found), default=0))
 
-    def _within_caps(self, made: Reservation, caps: Sides | None) -> Sides:
+    def _within_caps(self, made: Reservation, caps: Sides | None = None) -> Sides:
         most = Sides(made.passing, made.passing_host)
         sides = zip(most, made.least, self._wider_sides(made, caps), strict=True)
         return Sides(*(least if wider else passing for passing, least, wider in sides))
@@ -142,9 +142,7 @@ class Reservations:
 
     def passing_alone(self, counts: Callable[[Reservation], bool]) -> int:
         """Return the largest of some of them, without what others of them save meanwhile."""
-        return max(
-            (self._within_caps(made, None).device - made.saved_outside for made in self._counted if counts(made)), default=0
-        )
+        return max((self._within_caps(made).device - made.saved_outside for made in self._counted if counts(made)), default=0)
 
     @property
     def passing_backward(self) -> int:

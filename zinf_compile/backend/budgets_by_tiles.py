@@ -56,8 +56,7 @@ class BudgetsByTiles:
     def __call__(self, device_memory: int) -> GraphBudget:
         """Return the budget with another `device_memory` and the tiles that follow from it."""
         config = dataclasses.replace(self._with_shape_of(device_memory), device_memory=device_memory)
-        group = self._context.ranks.shard_group
-        captured = cut_into_tiles(self._captured, self._inputs, config.placement(), group, from_placement=True)
+        captured = self._cut(config)
         key = self._key(config, captured)
         if key not in self._known:
             self._known[key] = self._measure(config, captured)
@@ -67,15 +66,16 @@ class BudgetsByTiles:
         """Return the budget within both caps of each rank, and with the tiles that follow from the device's."""
         host = host_memory * ranks_of_node()
         config = dataclasses.replace(self._with_shape_of(device_memory), device_memory=device_memory, host_memory=host)
-        captured = cut_into_tiles(
-            self._captured, self._inputs, config.placement(), self._context.ranks.shard_group, from_placement=True
-        )
-        return self._measure(config, captured)
+        return self._measure(config, self._cut(config))
 
     def cut_as(self, device_memory: int) -> Config:
         """Return the graph's own configuration, with the tiles and the piece of another `device_memory`."""
         config = self._with_shape_of(device_memory)
         return dataclasses.replace(config, tile=dataclasses.replace(config, device_memory=device_memory).tile_bytes)
+
+    def _cut(self, config: Config) -> Captured:
+        group = self._context.ranks.shard_group
+        return cut_into_tiles(self._captured, self._inputs, config.placement(), group, from_placement=True)
 
     def _with_shape_of(self, device_memory: int) -> Config:
         config = dataclasses.replace(self._config, tile=None)

@@ -17,7 +17,7 @@ def raise_through_dynamo(error: Exception) -> Exception:
     methods = {
         "__init__": _init_through,
         "__reduce__": lambda self: reduced,
-        "__str__": lambda self: kind.__str__(self).partition(_HOW_TO_REPORT)[0].rstrip("\n"),
+        "__str__": lambda self: without_how_to_report(kind.__str__(self)),
         "remove_dynamo_frames": _without_dynamo,
     }
     through = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, **methods})
@@ -27,6 +27,11 @@ def raise_through_dynamo(error: Exception) -> Exception:
     passed: Exception = through(*args)
     passed.__dict__.update(error.__dict__)  # notes and other attributes
     return passed
+
+
+def without_how_to_report(text: str) -> str:
+    """Return an error's text without what Dynamo adds to it."""
+    return text.partition(_HOW_TO_REPORT)[0].rstrip("\n")
 
 
 def _init_through(self: Any, *args: object) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from tabulate import tabulate
 
 from zinf_compile.backend.ordinary_graph import OF_COMPUTE
+from zinf_compile.backend.through_dynamo import without_how_to_report
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
 from zinf_compile.ir.program import digest_of
@@ -38,17 +39,13 @@ _LINKS = {
 _BETWEEN_RANKS = ("gathered", "reduced")
 
 
-_OF_DYNAMO = "\n\nSet TORCHDYNAMO_VERBOSE=1"
-"""The beginning of the lines that Dynamo adds to an error of a graph's compiler: how to report it to PyTorch."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where what was checked failed, 2 for errors that the user can correct."""
     options = _parser().parse_args(arguments)
     try:
         print(options.run(options))
     except (DumpError, ZinfError) as error:
-        print(f"zinf: {str(error).partition(_OF_DYNAMO)[0]}", file=sys.stderr)
+        print(f"zinf: {without_how_to_report(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `zinf dump ... | head`
         sys.stderr.close()

@@ -129,7 +129,7 @@ class GraphBudget:
     @property
     def device_cap(self) -> int:
         """The device's cap: both where host memory is the device."""
-        return self.caps.device if self.context.link.topology.host_apart else min(self.caps.device, self.caps.host)
+        return self.caps.on_device(self.context.link.topology)
 
     def place(self, placements: Placements) -> None:
         """Let the parameters that these graphs use live there."""

@@ -43,7 +43,7 @@ def check_shards(
     nearest = placements.nearest(slots)
     model = model_memory(slots, placements, size=context.ranks.shard_group.size, topology=topology)
     largest = max(slots, key=lambda slot: slot.bytes)
-    cap = caps.device if topology.host_apart else min(caps.device, caps.host)
+    cap = caps.on_device(topology)
     staging, here = model.staging, model.before_computing(largest.bytes)
     needed = here.device + held_bytes(context.memory.ledger, here.device, cap)
     if needed > cap:
@@ -79,10 +79,7 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
     reservations.declare(
         device=None if config.device_memory is None else caps.device, host=None if config.host_memory is None else caps.host
     )
-    reservations.device_cap, reservations.host_cap = (
-        caps.device if topology.host_apart else min(caps.device, caps.host),
-        caps.host,
-    )
+    reservations.device_cap, reservations.host_cap = caps.on_device(topology), caps.host
     model = model_memory(slots, farthest_homes(config, topology), size=context.ranks.shard_group.size, topology=topology)
     passing = topology.counted(Sides(0, model.staging))
     fitting = [

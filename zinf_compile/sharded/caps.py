@@ -32,6 +32,10 @@ class Caps:
         """Whether an option says how much host memory may be used."""
         return self.host_source != _PROCESS
 
+    def on_device(self, topology: Topology) -> int:
+        """Return the device's cap: both where host memory is the device."""
+        return self.device if topology.host_apart else min(self.device, self.host)
+
     def with_whole(self, count: int, *, on_host: bool) -> Caps:
         """Return the caps for who counts shards of so many bytes that are still whole now; declared ones stay."""
         device = count if self.device_source == _PROCESS else 0

@@ -63,8 +63,6 @@ class Fit:
         self._to_come = 0
         if budget.compute.counts:
             self._to_come = compute_to_come(graphs[0], results, budget.counted if budget.unseen else ())
-        self._trains_later = budget.compute.counts and len(graphs) == 1 and any(slot.requires_grad for slot in budget.counted)
-        """Whether these graphs are of an evaluation with parameters that may be trained."""
         self._begin(graphs)
 
     def of(self, graphs: Sequence[fx.Graph]) -> Fit:
@@ -80,6 +78,13 @@ class Fit:
         self._transfers = [TransferNeeds(graph) for graph in graphs]
         self._needs: dict[Hashable, GraphMemory] = {}
         self._least: dict[Hashable, tuple[int, int]] = {}
+        self._gradients_to_come = self._of_what_is_gathered() if self._budget.compute.counts and len(graphs) == 1 else 0
+        """Where these are of an evaluation: bytes of gradients of as much as it gathers at once."""
+
+    def _of_what_is_gathered(self) -> int:
+        trained = [slot for slot in self._budget.counted if slot.requires_grad and slot.numel]
+        widest = max((slot.reduce_format.bytes(slot.numel) / slot.bytes for slot in trained), default=0)
+        return math.ceil(widest * self._transfers[0].memory(counts_all).gathered)
 
     @property
     def performed(self) -> list[fx.Graph]:
@@ -123,7 +128,7 @@ class Fit:
             compute = max(compute, 3 * max(each.temporaries for each in measured) // 2)
         beside = measured[0].saved if compute else 0
         elsewhere, found = budget.later.plus(Sides(compute + beside, 0)).most(self._passing_elsewhere), []
-        if self._trains_later:
+        if self._gradients_to_come:
             elsewhere = elsewhere.most(self._backward_to_come(measured[0]))
         for number, least in enumerate(self._passing(measured)):
             makes_none = budget.compute.counts and number == 0 < len(self._graphs) - 1  # a forward, beside earlier gradients
@@ -175,9 +180,7 @@ class Fit:
         These of as much as two of its regions gather, and of as much as one whose transfer goes on. What is saved between is left
         out: it may leave the device.
         """
-        slots = [slot for slot in self._budget.counted if slot.requires_grad and slot.numel]
-        widest = max((slot.reduce_format.bytes(slot.numel) / slot.bytes for slot in slots), default=1.0)
-        made = math.ceil(widest * self._transfers[0].memory(counts_all).gathered)
+        made = self._gradients_to_come
         needs = dataclasses.replace(self._needs_of(0), left=2 * made, reduced=3 * made)
         return self._budget.model.transient(needs, dataclasses.replace(compute, temporaries=2 * compute.temporaries)).least
 

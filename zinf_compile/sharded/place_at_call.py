@@ -36,7 +36,7 @@ def place_at_call(
     ahead = Sides(*(((reservations.chunk_buffers or 1) - 1) * each for each in model.chunk))  # chunks that plans have room for
     chunks = planned.chunk_to_come(model).plus(ahead)
     needed = model.resident.plus(model.added_by_steps).plus(chunks).plus(not_held_yet(context, ()))
-    device_cap = caps.device if topology.host_apart else min(caps.device, caps.host)
+    device_cap = caps.on_device(topology)
     passing = reservations.passing_within(Sides(device_cap, caps.host))
     rows = [
         (device_cap, memory.ledger, passing.device, needed.device),
