@@ -129,6 +129,7 @@ def test_dumps_show_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.count("# plan by greedy") == 2
     assert "param down.weight nvme→device" in shown
+    assert [shown.count(f" {kind} 0:0 ") for kind in ("forward", "backward")] == [1, 1], "each region under its graph's name"
 
 
 @pytest.mark.parametrize("apart", [False, True])

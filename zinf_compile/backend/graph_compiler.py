@@ -310,14 +310,16 @@ class GraphCompiler:
         """Return the passes that write the schedule of the next graph, a forward, a backward or one without."""
         if self._budget is not None:
             self._budget.compute.expect(backward=kind == "backward", results=self._results if kind == "forward" else None)
-        paths = self.placements if self.homes is None else self.homes.paths
+        paths, plan = self.placements if self.homes is None else self.homes.paths, None
+        if self.planner is not None and self._budget is not None:
+            plan = partial(self.planner.plan, room=self._budget.room, is_backward=kind == "backward")
         return graph_passes(
             bucket_bytes=self._bucket,
             params=lambda slot: self.topology.hops(paths.of(slot).params),
             grads=lambda slot: self.topology.hops(paths.of(slot).grads)[::-1],
             limits=None if self._budget is None else self._budget.limits,
             counts=counts_all if self._budget is None else self._budget.counts,
-            plan=None if self.planner is None or self._budget is None else partial(self.planner.plan, room=self._budget.room),
+            plan=plan,
             hops=self.topology.hops,
         )
 

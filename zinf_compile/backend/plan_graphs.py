@@ -22,7 +22,7 @@ from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes.analysis.memory_needs import ahead_key
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.step_facts import StepFacts
-from zinf_compile.passes.analysis.step_problem import step_problem, structure_of, unit_members
+from zinf_compile.passes.analysis.step_problem import problem_of_runs, structure_of, unit_members
 from zinf_compile.plan.collector import rare_collections
 from zinf_compile.plan.costs import Costs
 from zinf_compile.plan.occupancy import occupied
@@ -89,11 +89,11 @@ class GraphPlanner:
         self.kept: KeptGraph | None = None
         """The graph that was planned last; none where nothing will run."""
 
-    def plan(self, graph: fx.Graph, room: Room) -> PlannedGraph:
+    def plan(self, graph: fx.Graph, room: Room, *, is_backward: bool = False) -> PlannedGraph:
         """Plan a graph that `region_passes` have seen, within `room`. Collective where ranks plan together."""
         members = unit_members([graph], self.home)
         whole = 0 if self._name in _NEAR else sum(slot.bytes for slots in members.values() for slot in slots)
-        problem = self._problem(graph, room(graph, whole))
+        problem = self._problem(graph, room(graph, whole), is_backward=is_backward)
         key = (self._key, ahead_key(graph))
         if self._ranks is not None and self._ranks.size > 1:
             problem, plan = self._plan_of_all(self._ranks, problem, key)
@@ -172,9 +172,9 @@ class GraphPlanner:
         _plans[key] = shared
         return problem, shared
 
-    def _problem(self, graph: fx.Graph, room: tuple[float, float]) -> StepProblem:
+    def _problem(self, graph: fx.Graph, room: tuple[float, float], *, is_backward: bool) -> StepProblem:
         """Return the graph's problem; what fits just in time by the account of the caps always does."""
-        problem = step_problem([(graph, None)], self.facts())
+        problem = problem_of_runs([(graph, graph)], [(0, is_backward)], self.facts())
         plain = occupied(problem, just_in_time(problem))
         standing: dict[Tier | None, int] = defaultdict(int)
         for unit in problem.units:
