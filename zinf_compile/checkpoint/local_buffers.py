@@ -34,14 +34,14 @@ def add_local_buffers(contents: RankContents, names: Mapping[str, torch.Tensor],
     for number, (name, buffer) in enumerate(buffers.items()):
         if (everyone[:, number] != everyone[0, number]).any():
             for rank in range(ranks.size):
-                contents.add_whole(f"buffer.{rank}.{name}", buffer, rank=rank)
+                contents.add_whole(_key(rank, name), buffer, rank=rank)
 
 
 def add_any_buffers(contents: RankContents, names: Mapping[str, torch.Tensor], size: int) -> None:
     """Add each rank's values of all buffers, as if they were not the same."""
     for name, buffer in _buffers(names).items() if size > 1 else ():
         for rank in range(size):
-            contents.add_whole(f"buffer.{rank}.{name}", buffer, rank=rank)
+            contents.add_whole(_key(rank, name), buffer, rank=rank)
 
 
 def local_buffers_of(files: CheckpointFiles, names: Mapping[str, torch.Tensor], ranks: Ranks | None) -> dict[str, torch.Tensor]:
@@ -50,7 +50,7 @@ def local_buffers_of(files: CheckpointFiles, names: Mapping[str, torch.Tensor], 
     Raises `CheckpointError` where those are of other shapes.
     """
     rank, aliases = number_of_this_rank(ranks), files.settings.get("aliases", {})
-    found = {f"buffer.{rank}.{aliases.get(name, name)}": buffer for name, buffer in _buffers(names).items()}
+    found = {_key(rank, aliases.get(name, name)): buffer for name, buffer in _buffers(names).items()}
     found = {key: buffer for key, buffer in found.items() if key in files.tensors}
     problems = [
         f"{key}: {list(files.tensors[key].shape)} in the checkpoint, {list(buffer.shape)} in the model"
@@ -71,8 +71,13 @@ def load_local_buffers(files: CheckpointFiles, buffers: Mapping[str, torch.Tenso
         buffer.copy_(files.whole(key))
     aliases = files.settings.get("aliases", {})
     for name, buffer in _buffers(names).items():
-        if f"buffer.0.{aliases.get(name, name)}" in files.tensors:
+        if _key(0, aliases.get(name, name)) in files.tensors:
             note_synchronised(buffer)
+
+
+def _key(rank: int, name: str) -> str:
+    """Return the key of a rank's own values of a buffer in a checkpoint."""
+    return f"buffer.{rank}.{name}"
 
 
 def _buffers(names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

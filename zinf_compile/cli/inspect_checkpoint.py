@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> str:
         if options.verify:
             done, problems = verify(files)
             if problems:
-                raise CheckpointError("\n  ".join([f"{files.folder} is damaged ({len(problems)} problems):", *problems]))
+                raise CheckpointError("\n  ".join([f"{files.folder} is damaged ({len(problems)} problem{'s' * (len(problems) > 1)}):", *problems]))
             found["verified"] = done
         older = [saved_name(number) for number in saves_in(files.folder.parent) if saved_name(number) != files.folder.name]
     return json.dumps(found, indent=2) if options.json else colored("\n".join(_lines(found, older)))

@@ -82,7 +82,7 @@ def test_nothing_damaged_is_verified(folder: Path, capsys: pytest.CaptureFixture
     assert main(["inspect", str(folder)]) == 0
     assert main(["inspect", str(folder), "--verify"]) == 2
     said = capsys.readouterr().err
-    assert "is damaged (1 problems)" in said
+    assert "is damaged (1 problem)" in said
     assert "the checksum of random.0.cpu differs" in said
     file.write_bytes(content[:-4])
     assert main(["inspect", str(folder), "--verify"]) == 2
