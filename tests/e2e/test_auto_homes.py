@@ -255,3 +255,27 @@ def test_an_evaluation_before_the_first_step_leaves_room_for_training(tmp_path: 
     expected = train(least, evaluated=False)
     for beside in (0, 100_000, 1_000_000, 2_500_000):
         assert train(least + beside, evaluated=True) == expected
+
+
+def test_an_evaluation_before_the_first_step_cuts_parameters_for_training(tmp_path: Path) -> None:
+    """All caps work with which training works that comes first: it has the tiles that a backward needs."""
+
+    def train(cap: int, *, evaluated: bool) -> list[float]:
+        torch.compiler.reset()
+        zinf_compile.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)), nn.Linear(128, 4096), nn.Linear(4096, 128))
+        compiled = torch.compile(model, backend=BACKEND, options={"nvme": str(tmp_path), "device_memory": cap})
+        optimizer, x = adamw(model.parameters()), torch.linspace(-1, 1, 16 * 128).view(16, 128)
+        if evaluated:
+            with torch.no_grad():
+                compiled(x)
+        return [plain_step(lambda x: compiled(x).square().mean(), optimizer, (x,)).item() for _ in range(2)]
+
+    with pytest.raises(BudgetError) as refused:
+        train(1, evaluated=False)
+    least = named_cap(refused.value)
+    expected = train(least, evaluated=False)
+    for parts in (8, 9, 10, 12, 16):
+        found = train(least * parts // 8, evaluated=True)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)

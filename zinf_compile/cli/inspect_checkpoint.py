@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> str:
         if options.verify:
             done, problems = verify(files)
             if problems:
-                raise CheckpointError("\n  ".join([f"{files.folder} is damaged ({len(problems)} problem{'s' * (len(problems) > 1)}):", *problems]))
+                count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+                raise CheckpointError("\n  ".join([f"{files.folder} is damaged ({count}):", *problems]))
             found["verified"] = done
         older = [saved_name(number) for number in saves_in(files.folder.parent) if saved_name(number) != files.folder.name]
     return json.dumps(found, indent=2) if options.json else colored("\n".join(_lines(found, older)))

@@ -81,6 +81,7 @@ synchronised_buffers — Buffers that a graph's first call leaves as they are on
 tensor — A tensor that is partitioned like a parameter: averages, slow weights, perturbations, and what is computed from
     parameters.
 tiled_gradient_ops — Changes of gradients that are off the device and too large to load whole: tile by tile.
+training_to_come — An estimate of what a backward will pass of parameters, from an evaluation of them that comes first.
 unpartitioned — Parameters of a partitioned model that no graph uses: whole on every rank, their gradients averaged.
 unpartitioned_report — Report at the first step of what is whole on every rank: parameters that no compiled graph uses,
     and their states.

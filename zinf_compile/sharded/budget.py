@@ -8,7 +8,7 @@ import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -31,18 +31,18 @@ from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.create import shard_group_of
 
 from .caps import Caps, Collection, collect_unused, find_caps, held_bytes
-from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
+from .compute_budget import GraphCompute, outside_bytes, rounding_bytes
 from .graph_needs import GraphNeeds, Measures
 from .other_graphs import bytes_beside, copies_to_come, not_held_yet, running_units, transient_of_unseen, unseen_parameters
 from .parameter import ShardedParameter, unit_of
 from .planned_parameters import PlannedParameters
 from .short_ranks import least_of_ranks
 from .shortage import Need, advice, gradient_bytes, reserved_by_others
+from .training_to_come import backward_to_come, gradients_to_come
 from .unplanned import is_unplanned, planned
 
 
-@dataclasses.dataclass(frozen=True)
-class _Side:
+class _Side(NamedTuple):
     """Of the device, or of host memory beside it: the cap, what is left beside the least, what cap works."""
 
     cap: int
@@ -82,9 +82,10 @@ class GraphBudget:
         self._alike: frozenset[Any] = frozenset()
         """Shapes and types of these: any of them may take the place of a parameter."""
         self._for_all = self._strict = False
-        self.later = self.not_held = self.second = Sides(0, 0)
+        self.later = self.not_held = self.second = self._training = Sides(0, 0)
         """Transient memory of parameters that no graph has seen yet; what other graphs, and earlier variants of this one, don't
-        hold yet; of the latter what a forward doesn't make, second gradients of its parameters."""
+        hold yet; of the latter what a forward doesn't make, second gradients of its parameters; what training will pass of the
+        parameters that a graph evaluates, by an estimate."""
         self._not_held: Sides | None = None
         """The latter, as found before this graph's reservations."""
         self.planned = PlannedParameters()
@@ -219,7 +220,10 @@ class GraphBudget:
     def limits(self, graph: fx.Graph, *, wanted: int = 0) -> tuple[int, int]:
         """Return how many bytes may be gathered, and how many gathered or in flight; more than one group ahead if `wanted`."""
         context, model = self.context, self.model
-        transient = model.transient(measure_needs(graph, counts=self.counts), self.compute.measure(graph))
+        needs, compute = measure_needs(graph, counts=self.counts), self.compute.measure(graph)
+        transient = model.transient(needs, compute)
+        made = gradients_to_come(self.counted, measure_needs(graph).gathered) if self.compute.is_evaluation else 0
+        self._training = backward_to_come(model, needs, compute, made) if made else Sides(0, 0)
         device, host = self._check_device(transient), self._check_host(transient)
         fixed = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         if self.measuring:
@@ -329,6 +333,7 @@ class GraphBudget:
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
                 advice=advice(self.placements.nearest(self._slots), topology=topology, side=Tier.DEVICE, several=several),
                 strict=self._strict,
+                to_come=max(0, self._training.device - most),
             ),
             at_once=self._checked,
         )
@@ -358,6 +363,7 @@ class GraphBudget:
                 source=self.caps.host_source,
                 advice=advice(self.placements.nearest(self._slots), topology=context.link.topology, side=Tier.HOST),
                 strict=self._strict,
+                to_come=max(0, self._training.host - most),
             ),
             at_once=self._checked,
         )
@@ -369,8 +375,7 @@ class GraphBudget:
         `measure` returns the budget of the same graphs for another `device_memory`, where their tiles would follow from that.
         Where they would fit with those of a smaller one, and `may_cut` their parameters so, that one is returned.
         """
-        self._checked = True
-        lacks = self._needs.lacks()
+        self._checked, lacks = True, self._needs.lacks()
         may_cut &= measure is not None
         if (short := self._needs.is_short(lacks)) or (may_cut and self._needs.is_tight(lacks)):
             reservations, made, now = self.context.memory.reservations, self.reservations, self.context.memory.reservations.caps
@@ -386,13 +391,9 @@ class GraphBudget:
         planned(self._units.values())
         return None
 
-    def call(self) -> Call | None:
-        """Return what each call of these graphs is checked for; None where activations don't count."""
-        return call_of(self.compute, self.reservations)
-
-    def works(self, side: Tier) -> int:
-        """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
-        return self._needs.works(side)
+    def works(self, side: Tier, *, trains: bool = False) -> int:
+        """See `graph_needs.Works`."""
+        return self._needs.works(side, trains=trains)
 
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
         cap = sys.maxsize if self.measuring else cap  # what nobody uses went before

@@ -13,7 +13,7 @@ from zinf_compile.runtime.units.unit import Unit
 
 from .budget import GraphBudget
 from .budget_checks import lack_of_second_gradients, refuse_second_gradients
-from .compute_budget import lack_for_call
+from .compute_budget import call_of, lack_for_call
 from .saved_on_host import lack_on_host
 from .short_ranks import Lack, refusal_text
 from .shortage import BATCH_TOO_LARGE, name_cap
@@ -31,7 +31,7 @@ class CallChecks:
     @property
     def reservations(self) -> frozenset[int]:
         """The identities of the graph's reservations, and its backward's."""
-        call = None if self._budget is None else self._budget.call()
+        call = None if self._budget is None else call_of(self._budget.compute, self._budget.reservations)
         return frozenset(() if call is None else map(id, call.reservations))
 
     def lack(self, units: Iterable[Unit], args: Sequence[Any]) -> Mapping[Tier, Lack]:
@@ -42,7 +42,7 @@ class CallChecks:
         if budget is None:
             return {}
         found[Tier.HOST] = lack_on_host(self._context, budget.reservations, budget.saved_on_host, units, others=budget.others)
-        if self.counts and (call := budget.call()) is not None:
+        if self.counts and (call := call_of(budget.compute, budget.reservations)) is not None:
             found[Tier.DEVICE] = lack_for_call(self._context, call, units, args)
         return {side: lack for side, lack in found.items() if lack is not None}
 

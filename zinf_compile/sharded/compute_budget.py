@@ -78,6 +78,8 @@ class GraphCompute:
         self._forward: ForwardValues | None = None
         self.is_forward = False
         """Whether the next graph has a backward, which alone makes gradients."""
+        self.is_evaluation = False
+        """Whether it is neither: it has no backward."""
         self.saved = 0
         """Bytes that the forward leaves to its backward, and its results."""
 
@@ -85,6 +87,7 @@ class GraphCompute:
         """Note what the next graph is; `results`: the outputs of a forward that are not saved for its backward."""
         self.is_backward, self._results = backward, None if backward else results
         self.is_forward = self.counts and not backward and results is not None
+        self.is_evaluation = self.counts and not backward and results is None
 
     def measure(self, graph: fx.Graph) -> ComputeMemory:
         """Return the memory of a graph's compute."""

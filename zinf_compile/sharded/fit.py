@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Sequence
@@ -25,6 +24,7 @@ from zinf_compile.runtime.context import Context
 from .budget import GraphBudget
 from .compute_to_come import compute_to_come
 from .short_ranks import largest_of_ranks, least_of_ranks
+from .training_to_come import backward_to_come, gradients_to_come
 
 
 class Fit:
@@ -78,13 +78,10 @@ class Fit:
         self._transfers = [TransferNeeds(graph) for graph in graphs]
         self._needs: dict[Hashable, GraphMemory] = {}
         self._least: dict[Hashable, tuple[int, int]] = {}
-        self._gradients_to_come = self._of_what_is_gathered() if self._budget.compute.counts and len(graphs) == 1 else 0
+        self._gradients_to_come = 0
+        if self._budget.compute.counts and len(graphs) == 1:
+            self._gradients_to_come = gradients_to_come(self._budget.counted, self._transfers[0].memory(counts_all).gathered)
         """Where these are of an evaluation: bytes of gradients of as much as it gathers at once."""
-
-    def _of_what_is_gathered(self) -> int:
-        trained = [slot for slot in self._budget.counted if slot.requires_grad and slot.numel]
-        widest = max((slot.reduce_format.bytes(slot.numel) / slot.bytes for slot in trained), default=0)
-        return math.ceil(widest * self._transfers[0].memory(counts_all).gathered)
 
     @property
     def performed(self) -> list[fx.Graph]:
@@ -129,7 +126,7 @@ class Fit:
         beside = measured[0].saved if compute else 0
         elsewhere, found = budget.later.plus(Sides(compute + beside, 0)).most(self._passing_elsewhere), []
         if self._gradients_to_come:
-            elsewhere = elsewhere.most(self._backward_to_come(measured[0]))
+            elsewhere = elsewhere.most(backward_to_come(model, self._needs_of(0), measured[0], self._gradients_to_come))
         for number, least in enumerate(self._passing(measured)):
             makes_none = budget.compute.counts and number == 0 < len(self._graphs) - 1  # a forward, beside earlier gradients
             added = model.states.plus(Sides(*(-each for each in budget.second))) if makes_none else model.added_by_steps
@@ -173,16 +170,6 @@ class Fit:
         if key not in self._needs:
             self._needs[key] = self._transfers[number].memory(self._budget.counts)
         return self._needs[key]
-
-    def _backward_to_come(self, compute: ComputeMemory) -> Sides:
-        """Return an estimate of what a backward will pass of an evaluation: gradients of its values, and of what is gathered.
-
-        These of as much as two of its regions gather, and of as much as one whose transfer goes on. What is saved between is left
-        out: it may leave the device.
-        """
-        made = self._gradients_to_come
-        needs = dataclasses.replace(self._needs_of(0), left=2 * made, reduced=3 * made)
-        return self._budget.model.transient(needs, dataclasses.replace(compute, temporaries=2 * compute.temporaries)).least
 
     def _measured(self, moving: Sequence[SavedMemory]) -> list[ComputeMemory]:
         accounts = self._accounts_of(moving)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 from zinf_compile.errors import OptionError
@@ -23,8 +24,11 @@ from .shortage import Need, find_smallest, refusal, refusal_elsewhere, smaller_t
 class Works(Protocol):
     """What knows the smallest caps of graphs."""
 
-    def works(self, side: Tier) -> int:
-        """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
+    def works(self, side: Tier, *, trains: bool = False) -> int:
+        """Return the least bytes of "device" or "host" memory with which the graphs seen so far work.
+
+        `trains`: also where these evaluate and training comes later, by an estimate.
+        """
 
 
 class Measures(Protocol):
@@ -55,9 +59,9 @@ class GraphNeeds:
         if error is not None:
             raise error
 
-    def works(self, side: Tier) -> int:
-        """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
-        return max((need.works for need in self._needs if need.side == side), default=0)
+    def works(self, side: Tier, *, trains: bool = False) -> int:
+        """See `Works.works`."""
+        return max((need.works + need.to_come * trains for need in self._needs if need.side == side), default=0)
 
     def lacks(self) -> dict[Tier, Lack]:
         """Return the needs of this rank, by side."""
@@ -69,7 +73,7 @@ class GraphNeeds:
 
     def is_tight(self, lacks: Mapping[Tier, Lack]) -> bool:
         """Return whether this rank, or any that plans with it, has no room for all that steps add. Collective likewise."""
-        tight = {side: dataclasses.replace(lack, needed=lack.works) for side, lack in lacks.items()}
+        tight = {side: dataclasses.replace(lack, needed=self.works(side, trains=True)) for side, lack in lacks.items()}
         return any_rank_short(self._context, tight, what="planning for steps") if self._together else is_any_short(tight)
 
     def settle(
@@ -84,9 +88,10 @@ class GraphNeeds:
     ) -> int | None:
         """Return a smaller `device_memory` with whose tiles the graphs work in this one; None where there is none.
 
-        Then, if they are `short` of memory as they are, it raises the `BudgetError` that names a cap with which they work. All on
-        all ranks, where these plan together. `own`: the budget of these graphs. `measure` returns that of the same graphs for
-        another `device_memory`; `may_cut`: its tiles can be theirs.
+        Of an evaluation, one with whose tiles training works as well, where there is one. Then, if they are `short` of memory as
+        they are, it raises the `BudgetError` that names a cap with which they work. All on all ranks, where these plan together.
+        `own`: the budget of these graphs. `measure` returns that of the same graphs for another `device_memory`; `may_cut`: its
+        tiles can be theirs.
         """
 
         def of_all(number: int) -> int:
@@ -97,29 +102,37 @@ class GraphNeeds:
         if measure is not None and "device_memory" in caps.options(self._context.link.topology):
             known: dict[int, Works] = {}
 
-            def needed(cap: int) -> int:
+            def needed(cap: int, *, trains: bool = False) -> int:
                 alike = not self._together and tile_range(cap) == tile_range(caps.device)  # with the tiles of these graphs
                 try:
                     known[cap] = own if alike else measure(cap)
                 except OptionError:  # more tiles than a graph may have, on all ranks
                     return sys.maxsize
-                return of_all(known[cap].works(Tier.DEVICE))
+                return of_all(known[cap].works(Tier.DEVICE, trains=trains))
 
             def with_tiles(cap: int) -> tuple[int, int]:  # the least that works, and a cap with those tiles
                 works = needed(cap)
                 fitting = smaller_tiles(needed, works, smaller_ranges(cap)) if may_cut else ()
                 return min([(works, cap), *fitting])
 
-            if may_cut or short:
-                allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
-                for fits, cap in smaller_tiles(needed, smallest[Tier.DEVICE], smaller_ranges(caps.device)):
-                    if fits <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST)) <= allowed[Tier.HOST]:
+            allowed = {side: -of_all(-(lacks[side].cap or 0)) for side in SIDES}
+            then = {side: of_all(self.works(side, trains=True)) for side in SIDES}
+            goals = [(False, smallest)] if short or any(smallest[side] > allowed[side] for side in SIDES) else []
+            if may_cut and then != smallest:
+                goals.insert(0, (True, then))
+            nearest: int | None = None
+            for trains, own_works in goals:
+                enough = partial(needed, trains=trains)
+                for fits, cap in smaller_tiles(enough, own_works[Tier.DEVICE], smaller_ranges(caps.device)):
+                    if fits <= allowed[Tier.DEVICE] and of_all(known[cap].works(Tier.HOST, trains=trains)) <= allowed[Tier.HOST]:
                         if may_cut:
                             return cap
                         tile = default_tile(cap)
                         break
+                    if trains and not short and needed(cap) <= allowed[Tier.DEVICE]:
+                        nearest = cap
             if not short:
-                return None
+                return nearest  # the estimate may be too large: where no tiles will do, those with which training needs least
             fixed = (need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE)
             floor = of_all(max(fixed, default=0))
             works = find_smallest(lambda cap: with_tiles(cap)[0], floor=floor, edges=tile_range)

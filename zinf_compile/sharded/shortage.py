@@ -43,6 +43,8 @@ class Need:
     """The part of `least` that the batch decides: activations and temporaries."""
     strict: bool = False
     """Whether what is added later must fit now: where homes are decided, they are decided for all of it."""
+    to_come: int = 0
+    """Of an evaluation: what a backward of the same parameters may take beside `works`, by an estimate."""
 
     @property
     def needed(self) -> int:
