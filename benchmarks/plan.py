@@ -7,11 +7,12 @@
     python benchmarks/plan.py --docs plan.json            # measure nothing: write the table in docs/ from kept numbers
 
 Places: `drive`, parameters, gradients and states on DIR's drive; 500, 2000 and 7000, all in host memory beside a device that the
-CPU plays, behind two links that move one byte in the time of so many floating-point operations. The device's memory is capped at
-a part of the parameters. The first steps measure costs, and plans are made again from them; after that the planners take turns of
-two steps, of which the second one is recorded with `zinf_compile.timeline`, and the median one stands here. Predicted is a step
-that repeats, at the costs measured before; bound and simulated are at what regions, links and updates took in that very step, so
-that a machine that changes does not count.
+CPU plays, behind two links that move one byte in the time of so many floating-point operations. With "-auto" behind it, as in
+`2000-auto`, the compiler decides what lives there, and what on the device. The device's memory is capped at a part of the
+parameters. The first steps measure costs, and plans are made again from them; after that the planners take turns of two steps, of
+which the second one is recorded with `zinf_compile.timeline`, and the median one stands here. Predicted is a step that repeats,
+at the costs measured before; bound and simulated are at what regions, links and updates took in that very step, so that a machine
+that changes does not count.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ BESIDE = 128 << 20
 """Bytes for a chunk of the optimizer's step, and for gradients on their way."""
 LOGITS = 4
 """Tensors as large as the logits that compute holds at a time, for which the cap has room, too."""
+DECIDED = "-auto"
+"""Behind a place: homes are the compiler's decision."""
 LOW, HIGH = 0.90, 1.10
 """Measured / simulated, as it should be."""
 
@@ -113,6 +116,11 @@ class Case(NamedTuple):
     """Floating-point operations per second of one rank."""
     compute: str
 
+    @property
+    def on_drive(self) -> bool:
+        """Whether there is a drive; else a device behind two links."""
+        return self.place.removesuffix(DECIDED) == "drive"
+
 
 def work(case: Case, planner: str, rank: int, pipe: Any) -> None:
     """Train under a planner, a command at a time: "step", "record" two steps of which the second counts, "rest", "summary"."""
@@ -129,8 +137,8 @@ def work(case: Case, planner: str, rank: int, pipe: Any) -> None:
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{case.folder}/{planner}", rank=rank, world_size=world)
     simulated: Any = contextlib.nullcontext()
-    if case.place != "drive":
-        simulated = simulating(SimulatedDevice(bytes_per_s=case.flops / float(case.place)))
+    if not case.on_drive:
+        simulated = simulating(SimulatedDevice(bytes_per_s=case.flops / float(case.place.removesuffix(DECIDED))))
     with simulated:
         model, step, cap = _training(case, planner, rank)
         recordings, refusal = [], ""
@@ -175,10 +183,11 @@ def _training(case: Case, planner: str, rank: int) -> tuple[Any, Callable[[], fl
     vocabulary = 2048 if case.model == "gpt-small" else 8192
     words = max(module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding))
     cap = int(CAP * sum(p.nbytes for p in model.parameters())) + BESIDE + LOGITS * 4 * 2 * LENGTH * words
-    tier = "nvme" if case.place == "drive" else "host"
-    options: dict[str, Any] = {"planner": planner, "device_memory": cap, "params": tier, "grads": tier, "optimizer": tier}
-    options |= {"compute": case.compute, "bucket": "1MiB" if case.model == "gpt-small" else "32MiB"}
-    if case.place == "drive":
+    options: dict[str, Any] = {"planner": planner, "device_memory": cap, "compute": case.compute}
+    options["bucket"] = "1MiB" if case.model == "gpt-small" else "32MiB"
+    if not case.place.endswith(DECIDED):
+        options |= dict.fromkeys(("params", "grads", "optimizer"), "nvme" if case.on_drive else "host")
+    if case.on_drive:
         options["nvme"] = case.folder
     call = torch.compile(model, backend="zero_infinity", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
