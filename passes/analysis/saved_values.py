@@ -9,10 +9,12 @@ import torch
 from torch import fx
 
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
-from zinf_compile.passes.graph.node_facts import slot_of
+from zinf_compile.ir.saved_memory import SavedMemory
+from zinf_compile.passes.graph.node_facts import leaving, slot_of
 from zinf_compile.plan.problem_parts import SavedValue
 
 from .region_facts import bytes_of_value, owners_of
+from .saved_memories import returned
 from .step_regions import Run
 
 Saved = Mapping[fx.Node, tuple[fx.Node, ...]]
@@ -35,6 +37,16 @@ def find_saved(forward: fx.Graph, backward: fx.Graph | None) -> Saved:
     return {owner: tuple(nodes) for owner, nodes in found.items()}
 
 
+def moved_values(forward: fx.GraphModule, run: str) -> dict[str, SavedMemory]:
+    """Return the saved memory that leaves the device behind a run of a forward, by the names of its values' rows."""
+    owners, outputs = owners_of(forward.graph), list(returned(forward.graph))
+    return {_name(owners[outputs[memory.outputs[0]]], run): memory for memory in leaving(forward)}
+
+
+def _name(owner: fx.Node, run: str) -> str:
+    return f"{owner.name} of {run}"
+
+
 def saved_rows(runs: Sequence[Run], saved: Mapping[int, Saved], choices: tuple[str, ...]) -> Iterator[SavedValue]:
     """Yield the rows of all micro-batches: each memory once, whatever number of views of it is saved."""
     backwards = {(run.pair, run.micro_batch): run for run in runs if run.is_backward}
@@ -50,7 +62,7 @@ def saved_rows(runs: Sequence[Run], saved: Mapping[int, Saved], choices: tuple[s
             used = {run.first + region for region in reads[run.graph].get(owner, ()) if region > made_in}
             used.update(backward.first + region for node in placeholders for region in reads[backward.graph].get(node, ()))
             yield SavedValue(
-                name=f"{owner.name} of {run.name}" + (f", micro-batch {run.micro_batch}" if several else ""),
+                name=_name(owner, run.name) + (f", micro-batch {run.micro_batch}" if several else ""),
                 bytes=bytes_of_value(owner.meta.get("val")),
                 made_in=run.first + made_in,
                 used_in=tuple(sorted(used)),

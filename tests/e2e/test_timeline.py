@@ -95,6 +95,35 @@ def test_a_recorded_step_is_drawn_over_its_plan(apart: bool, tmp_path: Path) -> 
     assert all(" s, bound by " in line for line in lines)
 
 
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_saved_values_that_leave_are_planned(tier: str, tmp_path: Path) -> None:
+    """Where nothing else moves, the plan moves as many bytes over each link as the step did."""
+    near = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    options = {"compute": "fx", "planner": "greedy", "activations": tier, **near}
+    options |= {"nvme": tmp_path} if tier == "nvme" else {}
+    with simulating(SimulatedDevice()):
+        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)))
+        call, optimizer = torch.compile(model, backend=BACKEND, options=options), adamw(model.parameters())
+
+        def step() -> None:
+            for rows in (512, 512):
+                call(torch.ones(rows, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        recording = zinf_compile.timeline(model)
+        step()
+        links = zinf_compile.stats(model)["links"]
+    planned = recording.planned
+    assert planned is not None
+    local, value = planned.plan.local, planned.problem.value
+    out = sum(value[row.name].bytes for row in local.stores if row.source == "device")
+    back = sum(value[row.name].bytes for row in local.fetches if row.to == "device")
+    assert out == links["device to host"]["bytes_last_step"] > 0
+    assert back == links["host to device"]["bytes_last_step"] > 0
+
+
 def test_nothing_is_kept_when_nobody_records(tmp_path: Path) -> None:
     training = Training(nvme=tmp_path)
     with pytest.raises(OptionError, match="no parameter of this TiedWords is partitioned; call it after the first"):

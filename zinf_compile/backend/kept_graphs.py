@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,11 +75,16 @@ class Planned(Protocol):
     def adopt(self, key: Hashable, plan: Plan) -> None:
         """Let graphs of the same collectives that this rank compiles alone follow another plan."""
 
-    def assumed_links(self) -> list[Link]:
+    def assumed_links(self, saved: Collection[Tier] = ()) -> list[Link]:
         """Return the links of a whole step at the rates that are assumed without a measurement."""
 
     def facts(
-        self, *, only_params: bool = True, states: States | None = None, home: Callable[[ParameterSlot], Tier] | None = None
+        self,
+        *,
+        only_params: bool = True,
+        states: States | None = None,
+        home: Callable[[ParameterSlot], Tier] | None = None,
+        saved: Collection[Tier] = (),
     ) -> StepFacts:
         """Return what problems are made with."""
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Protocol
 
 from torch import fx
@@ -190,14 +190,19 @@ class GraphPlanner:
         return self._home_of(self.placements.of(slot).params)
 
     def facts(
-        self, *, only_params: bool = True, states: States | None = None, home: Callable[[ParameterSlot], Tier] | None = None
+        self,
+        *,
+        only_params: bool = True,
+        states: States | None = None,
+        home: Callable[[ParameterSlot], Tier] | None = None,
+        saved: Collection[Tier] = (),
     ) -> StepFacts:
         """Return the facts of these placements, by measured costs where there are some; with `states` those of whole steps.
 
-        `home`: of the parameters of all graphs of a step; None: of this graph's.
+        `home`: of the parameters of all graphs of a step; None: of this graph's. `saved`: where saved values live.
         """
         kind = self._device
-        tiers, links = self._tiers_and_links(only_params=only_params)
+        tiers, links = self._tiers_and_links(only_params=only_params, saved=saved)
         found = StepFacts(
             memories=tuple(Memory(tier=tier) for tier in tiers),
             links=tuple(map(self.costs.link, links)),
@@ -211,14 +216,14 @@ class GraphPlanner:
         )
         return found if states is None else dataclasses.replace(found, state_types=states.types, has_master=states.has_master)
 
-    def assumed_links(self) -> list[Link]:
-        """Return the links of a whole step at the rates that are assumed without a measurement."""
-        return self._tiers_and_links(only_params=False)[1]
+    def assumed_links(self, saved: Collection[Tier] = ()) -> list[Link]:
+        """Return the links of a whole step at the rates that are assumed without a measurement; `saved`: as `facts` takes it."""
+        return self._tiers_and_links(only_params=False, saved=saved)[1]
 
-    def _tiers_and_links(self, *, only_params: bool) -> tuple[list[Tier], list[Link]]:
+    def _tiers_and_links(self, *, only_params: bool, saved: Collection[Tier]) -> tuple[list[Tier], list[Link]]:
         kinds = ("params",) if only_params else KINDS
         places = (self.placements.rest, *self.placements.own.values())
-        homes = [self._home_of(getattr(place, kind)) for kind in kinds for place in places]
+        homes = [self._home_of(tier) for tier in (*(getattr(place, kind) for kind in kinds for place in places), *saved)]
         drives = list(dict.fromkeys(home for home in homes if not home.in_memory))
         tiers = [Tier.DEVICE, *([Tier.HOST] if self.topology.host_apart else []), *drives]
         links = []

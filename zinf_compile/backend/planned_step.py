@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from zinf_compile.errors import PlanError
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.optim.deferrable import may_defer
+from zinf_compile.passes.analysis.saved_values import moved_values
 from zinf_compile.passes.analysis.step_problem import Pair, problem_of_runs, unit_members
 from zinf_compile.passes.analysis.step_regions import find_regions
 from zinf_compile.plan.acted import Part, acted_plan
@@ -44,6 +46,7 @@ def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -
     pairs: list[Pair] = []
     places: dict[str, int] = {}
     order: list[tuple[int, bool]] = []
+    saved: dict[str, SavedMemory] = {}
     for kept in runs:
         kind, _, number = kept.name.partition(" of ")
         if number not in places:
@@ -52,6 +55,9 @@ def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -
             forward = kept_graph(f"forward of {number}") or kept_graph(f"inference of {number}") or kept
             pairs.append((forward.gm.graph, None if backward is None else backward.gm.graph))
         order.append((places[number], kind == "backward"))
+        if kind == "forward":
+            saved |= moved_values(kept.gm, f"forward {places[number]}")
+    away = {memory.tier for memory in saved.values()}
     planner = runs[0].planner
     states = states_of_optimizers()
     topology = planner.topology
@@ -63,12 +69,12 @@ def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -
     def homes_of(slot: ParameterSlot) -> tuple[Tier, ...]:
         return tuple(home(slot, kind) for kind in KINDS)
 
-    facts = dataclasses.replace(planner.facts(only_params=False, states=states, home=home), apart=homes_of)
+    facts = dataclasses.replace(planner.facts(only_params=False, states=states, home=home, saved=away), apart=homes_of)
     problem = problem_of_runs(pairs, order, facts, name="recorded step")
     if record is None:
         problem = planner.costs.of_updates(problem)
     else:
-        own = Costs(links=link_costs([record], planner.assumed_links()), update_seconds=update_seconds([record]))
+        own = Costs(links=link_costs([record], planner.assumed_links(away)), update_seconds=update_seconds([record]))
         times = run_seconds(record)
         counts = [find_regions(kept.gm.graph).count for kept in runs]
         seconds = [times.get((run, n), 0.0) for run, count in enumerate(counts) for n in range(count)]
@@ -90,7 +96,7 @@ def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -
     )
     placement = planner.placements.rest
     defers = bool(problem.pieces) and may_defer(placement, [{"states": next(iter(problem.pieces))}], topology)  # type: ignore[dict-item]
-    plan = acted_plan(problem, parts, homes, defers=defers)
+    plan = acted_plan(problem, parts, homes, saved=saved, defers=defers)
     return PlannedStep(problem, plan, simulate(problem, plan))
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from .plan import Homes, Kind, Plan
-from .planners._build import build
+from zinf_compile.ir.saved_memory import SavedMemory
+
+from .plan import Homes, Kind, Plan, Store
+from .planners._build import Stay, build
 from .planners._updates import deferred
 from .problem import StepProblem
+from .problem_parts import Region, SavedValue
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,15 +27,36 @@ class Part:
     """The step's units by the graph's: a unit of a graph may be several in the step."""
 
 
-def acted_plan(problem: StepProblem, parts: Sequence[Part], homes: Homes, *, defers: bool = False) -> Plan:
+def acted_plan(
+    problem: StepProblem,
+    parts: Sequence[Part],
+    homes: Homes,
+    *,
+    saved: Mapping[str, SavedMemory] = MappingProxyType({}),
+    defers: bool = False,
+) -> Plan:
     """Return the plan with the transfers of all parts.
 
     Gradients leave as they are reduced. Updates run behind the last region, or each before its units' next use if the step
-    `defers` them.
+    `defers` them. `saved`: the values that leave the device between forward and backward, without the number of a micro-batch.
     """
     updates = deferred(problem, homes) if defers else None
-    base = build(problem, homes, (), planner=next((part.plan.planner for part in parts), ""), updates=updates)
-    gathers, fetches = [], []
+    moving = []
+    for value in problem.saved:
+        memory = saved.get(value.name.partition(", ")[0])
+        if memory is not None and any(_is_other(problem.regions[used], problem.regions[value.made_in]) for used in value.used_in):
+            moving.append(_Away.of(problem, value, memory))
+    base = build(
+        problem,
+        homes,
+        (),
+        planner=next((part.plan.planner for part in parts), ""),
+        saved_stays=[away.stay for away in moving],
+        saved_stores=[store for away in moving for store in away.stores],
+        updates=updates,
+    )
+    gathers = []
+    fetches = [row for row in base.local.fetches if row.kind is Kind.SAVED]
     for part in parts:
         for row in part.plan.shared.gathers:
             times = {key: getattr(row, key) + part.first for key in ("start", "due", "until")}
@@ -43,3 +68,36 @@ def acted_plan(problem: StepProblem, parts: Sequence[Part], homes: Homes, *, def
     known = {unit.name for unit in problem.units if unit.is_gathered}
     shared = dataclasses.replace(base.shared, gathers=tuple(row for row in gathers if row.unit in known))
     return dataclasses.replace(base, shared=shared, local=dataclasses.replace(base.local, fetches=tuple(fetches)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Away:
+    """A saved value that leaves the device, and comes back."""
+
+    stores: tuple[Store, ...]
+    stay: Stay
+
+    @classmethod
+    def of(cls, problem: StepProblem, value: SavedValue, memory: SavedMemory) -> _Away:
+        """Return the hops of a value: behind its last use in the forward, and as the memory says in front of the first one."""
+        regions, made = problem.regions, problem.regions[value.made_in]
+        here = [region for region in value.used_in if regions[region].graph == made.graph]
+        back = [region for region in value.used_in if regions[region].graph != made.graph]
+        start, due = max(here, default=value.made_in) + 1, min(back)
+        ends, begins = start, due
+        while ends < problem.count and not _is_other(regions[ends], made):
+            ends += 1
+        while begins and not _is_other(regions[begins - 1], regions[due]):
+            begins -= 1
+        stores, left = [], start
+        for link in problem.hops(problem.device, memory.tier):
+            assert link.source is not None
+            assert link.destination is not None
+            began, left = left, min(ends, left + (memory.lag if link.source == problem.device else 1))
+            stores.append(Store(Kind.SAVED, value.name, link.source, link.destination, began, left))
+        return cls(tuple(stores), Stay(value.name, max(begins, due - memory.lead - len(stores) + 1), due, max(back) + 1))
+
+
+def _is_other(region: Region, one: Region) -> bool:
+    """Say whether two regions are of different runs of graphs."""
+    return (region.graph, region.micro_batch) != (one.graph, one.micro_batch)
