@@ -86,6 +86,18 @@ def swap_and_swap_back(model: nn.Module, shadow: list[torch.Tensor]) -> None:
         p.data = p.data * 2
 
 
+@torch.no_grad()
+def assign_data(model: nn.Module, averages: list[torch.Tensor]) -> None:
+    """Assign to the data of gradients and of averages, as loops by hand do."""
+    for average, p in zip(averages, model.parameters(), strict=True):
+        assert p.grad is not None
+        taken = p.grad.data
+        p.grad.data = p.grad.data / 2
+        p.grad.add_(taken)
+        average.data = average.data * 0.5 + p * 0.5
+    descend(model)
+
+
 def whole(value: torch.Tensor) -> torch.Tensor:
     """Return what is partitioned whole."""
     return value.full_tensor() if isinstance(value, ShardedTensor) else value
@@ -112,6 +124,8 @@ def train(rank: int, size: int, folder: str, tiers: tuple[str, str, str], name: 
         for m, *found in zip((eager, model), averaged, early, strict=True):
             for a in found:
                 a.update_parameters(m)
+    pair.backward(3)
+    pair.both(assign_data, (averages[0], averages[1]))
     for one, other in zip(*averages, strict=True):
         assert_same("average", one, whole(other))
     pair.both(swap_and_swap_back, (averages[0], averages[1]))

@@ -25,6 +25,9 @@ _PARTITIONED = (ShardedTensor, ShardedGradient)
 _MIXES = frozenset(["addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "masked_scatter", "matmul", "mm", "mv", "outer", "put"])
 """Operators whose results have elements of several of their arguments'; `index_*` and `scatter*` besides. None is partitioned."""
 
+_ASSIGN_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""What `tensor.data = value` calls."""
+
 _VIEWS = frozenset(
     ["flatten", "permute", "reshape", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unflatten", "unsqueeze", "view"]
 )
@@ -48,6 +51,9 @@ def _call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     assert owner is not None, "it was called for one"
     if reads_memory(name):
         owner.refuse(name)
+    if func == _ASSIGN_DATA and isinstance(args[0], ShardedTensor):
+        args[0].replace(args[1])
+        return None
     if name not in ("__get__", "__set__"):
         if not _mixes_elements(name):
             partition_targets(name, written(name, args, kwargs), args, kwargs)

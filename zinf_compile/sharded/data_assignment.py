@@ -67,3 +67,21 @@ def assign(unit: Unit, value: torch.Tensor) -> None:
         else:
             own = torch.empty_strided(unit.shape, unit.stride, dtype=unit.dtype, device=unit.device)
             unit.replace(unit.flat(own.copy_(value)))
+
+
+def replaced(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
+    """Return what a tensor that is partitioned becomes by `target.data = value`: one like it, in memory of its own.
+
+    As in eager PyTorch, what was taken from it before keeps its values. `what` names it in the `PartitionedParameterError` for a
+    value of another shape, type or device.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{what}.data = {type(value).__name__}: accepted is a tensor")
+    if (value.shape, value.dtype, value.device) != (target.shape, target.dtype, target.device):
+        raise PartitionedParameterError(
+            f"{what} is partitioned as {list(target.shape)} {target.dtype} on {target.device}; assigning data "
+            f"({list(value.shape)} {value.dtype} on {value.device}) is not possible: give it a tensor of the same shape, type "
+            "and device"
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        return target.detach().clone().copy_(value.detach())

@@ -18,6 +18,10 @@ from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.runtime.units.whole import gather_whole
 from zinf_compile.runtime.units.whole_gradient import WholeGradient
 
+from .data_assignment import replaced
+
+_DATA: Any = torch.Tensor.data
+
 
 class ShardedGradient(torch.Tensor):
     """A gradient averaged over the ranks, of which this rank holds 1/N.
@@ -277,6 +281,27 @@ class ShardedGradient(torch.Tensor):
                 "anything else call grad.full_tensor() on all ranks"
             )
         return unit.logical(self.local())
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The gradient itself; assigned to, another one of its shape and type, of which it takes the values."""
+        found: torch.Tensor = _DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:
+            other = replaced(self, value, f"the gradient of {self._unit.name}")
+            assert isinstance(other, ShardedGradient), "a copy is partitioned alike"
+            self._shard, self._pending = other._shard, other._pending
+
+    def set_(self, *source: Any) -> torch.Tensor:
+        if len(source) != 1 or not isinstance(source[0], torch.Tensor):
+            raise PartitionedParameterError(
+                f"the gradient of {self._unit.name} is partitioned; accepted by set_: a tensor of its shape, type and device"
+            )
+        self.data = source[0]
+        return self
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole gradient as an array; on a single rank only."""

@@ -18,6 +18,8 @@ from zinf_compile.runtime.units.shard_values import ParameterShard, ShardValues,
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
 
+from .data_assignment import replaced
+
 _READ_MEMORY = frozenset(
     [
         "__array__",
@@ -119,6 +121,13 @@ class ShardedTensor(torch.Tensor):
             full = context.full_buffer(self._unit.numel, self.dtype, self.device)
             gather_whole(self._unit, shard, full, f"gathering a tensor partitioned like {self._unit.name}")
             return dense.logical(full)
+
+    def replace(self, value: torch.Tensor) -> None:
+        """Perform `tensor.data = value`: this tensor alone has other values from now on, in memory of its own."""
+        if value is not self:
+            other = replaced(self, value, f"a tensor partitioned like parameter {self._unit.name}")
+            assert isinstance(other, ShardedTensor), "a copy is partitioned alike"
+            self._shard_values, self.lost_gradient = other.shard_values, other.lost_gradient
 
     def describe(self, operator: str) -> list[str]:
         """Return what ranks compare before they do something together with it."""
