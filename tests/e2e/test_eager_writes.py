@@ -215,6 +215,18 @@ def test_so_is_one_through_data_of_what_is_off_the_device(view: bool, tmp_path: 
     pair.step(vectors(2), 2)
 
 
+def test_a_copy_is_not_written_to_as_another_type(tmp_path: Path) -> None:
+    """An average off the device is a copy for calls that need all of it: bits that are written to that would be lost."""
+    model = compiled(Mlp(), options_for(("nvme",) * 3, tmp_path))
+    model(*vectors(0)).backward()
+    with torch.no_grad():
+        average = model.get_parameter("first.weight").detach().clone()
+        bits = average.view(torch.uint8)
+        assert_same("bits", average.full_tensor().view(torch.uint8), bits.clone())
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            bits.bitwise_xor_(torch.ones_like(bits))
+
+
 @pytest.mark.parametrize("name", ["t_", "unsqueeze_", "squeeze_", "resize_", "set_"])
 def test_a_change_of_shape_is_refused_by_name(name: str) -> None:
     pair = Pair()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from models import CASES, NOT_COMPILED, OddShapes, TiedWords, loss_of, tokens, vectors
 from optimizers import OPTIMIZERS, assert_same_states
-from rank_offloaded_states import train_on_ranks
+from rank_offloaded_states import switch_momentum_on, train_on_ranks
 from ranks import run_ranks
 from torch import nn
 from torch.optim import Optimizer
@@ -44,8 +44,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[OffloadedStates]:
     made: list[OffloadedStates] = []
 
     class Noted(OffloadedStates):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
             made.append(self)
 
     monkeypatch.setattr(state_dict_hooks, "OffloadedStates", Noted)
@@ -313,9 +313,10 @@ def test_flags_that_add_a_state_are_refused(drive: Path) -> None:
 @pytest.mark.slow
 def test_ranks_stream_their_own_shards(tmp_path: Path) -> None:
     """Bitwise the same as with states in memory, on two ranks; also where steps end during the next forward."""
-    for in_ram, on_the_drive, all_on_the_drive in run_ranks(train_on_ranks, 2, str(tmp_path)):
-        assert on_the_drive == in_ram
-        assert all_on_the_drive == in_ram
+    for train in (train_on_ranks, switch_momentum_on):
+        for in_ram, on_the_drive, all_on_the_drive in run_ranks(train, 2, str(tmp_path)):
+            assert on_the_drive == in_ram
+            assert all_on_the_drive == in_ram
 
 
 def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:

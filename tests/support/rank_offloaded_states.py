@@ -35,3 +35,23 @@ def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
             states.append({(n, name): v.tolist() for n, state in kept.items() for name, v in without_note(state).items()})
         results.append((losses, whole, states))
     return results
+
+
+def switch_momentum_on(rank: int, size: int, folder: str) -> list[Any]:
+    """Return losses and parameters of training whose momentum begins late, for each place of the states."""
+    results = []
+    for options in (
+        {},
+        {"optimizer": "nvme", "nvme": folder},
+        {**dict.fromkeys(("params", "grads", "optimizer"), "nvme"), "nvme": folder},
+    ):
+        torch.manual_seed(7)
+        model = CASES["tied"].build()
+        model.compile(backend=BACKEND, options={**options, **in_pieces(128)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(5):
+            optimizer.param_groups[0]["momentum"] = 0.9 * (step > 1)
+            losses.append(plain_step(model, optimizer, CASES["tied"].batch(step, rank)).item())
+        results.append((losses, [value.tolist() for value in zinf_compile.full_state_dict(model).values()]))
+    return results

@@ -26,6 +26,7 @@ flat_states — The states of a parameter as the flat shards that an optimizer u
     states.
 fused_kernels — Chooses fused CPU kernels for Adam and AdamW with default flags.
 in_place — Chunks that are updated where they live: their columns, which nothing has to be brought for.
+lay_out_anew — Lays the states of a step's chunks out anew, where an optimizer keeps more of them than it did at first.
 load_pieces — Loads an optimizer's states to where it keeps them, piece by piece, in an order that is known before the first
     is read.
 load_states — Reconciles stored states with `optimizer.state` between steps: new and changed ones move to their tier,

@@ -51,6 +51,8 @@ class ChunkStep:
         """For each part: the transfer of the updated values to where the shard lives, where that is memory elsewhere."""
         self._large: dict[ShardedParameter, Set[str]] = {}
         """Names of the states of a parameter's size."""
+        self._beside: dict[ShardedParameter, dict[str, Any]] = {}
+        """Tensors that user code keeps among the states, and that are none of the optimizer's: they stay as they are."""
         for place, columns in buffer.brought.items():
             parameter, piece = chunk.pieces[place]
             value, gradient = columns[VALUE], columns[GRADIENT]
@@ -65,6 +67,9 @@ class ChunkStep:
             self._pieces.append((piece, value))
             other = owner.table.other_states(parameter, optimizer, but=present)
             if other is not None:
+                beside = {k: v for k, v in other.items() if k not in self._kept and isinstance(v, torch.Tensor) and v.numel() > 1}
+                self._beside[parameter] = beside
+                other = {k: v for k, v in other.items() if k not in beside}
                 small = {k: _copied(v, part) if isinstance(v, torch.Tensor) else v for k, v in other.items()}
                 self.state[part] = small | {k: v for k, v in states.items() if k in present and k != MASTER}
 
@@ -93,6 +98,7 @@ class ChunkStep:
                 if self._moves(state, columns.get(name)):
                     kept += self._finish_state(parameter, piece, name, state, staging)
             self._large[parameter] = large
+            scalars.update(self._beside.get(parameter, {}))
             self._owner.applied(parameter)
         arriving = dict(zip(values, self._keep(list(values.values()), staging), strict=True))
         self._keep(kept, staging)  # behind the values, which the next forward waits for

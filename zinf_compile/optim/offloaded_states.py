@@ -55,7 +55,10 @@ class OffloadedStates:
         parameters: Sequence[ShardedParameter],
         kept: Sequence[Kept],
         finish: Callable[[Optimizer], None],
+        *,
+        counted: Mapping[ShardedParameter, Kept] | None = None,
     ) -> None:
+        """`counted`: what is new of the states that are `kept`, for which there has to be room; None: all of them."""
         placement = parameters[0]._zinf_unit.placement
         context = parameters[0]._zinf_unit.context
         self.tier = placement.optimizer
@@ -84,7 +87,9 @@ class OffloadedStates:
             self._route,
             placement,
             on_drive=on_drive,
-            buffers_for=partial(buffers_for, context, type(optimizer).__name__, self.tier, self.kept),
+            buffers_for=partial(
+                buffers_for, context, type(optimizer).__name__, self.tier, self.kept if counted is None else counted
+            ),
         )
         self.chunks = self.transfers.chunks
         self._pieces = collections.Counter(p for chunk in self.chunks for p, _ in chunk.pieces)

@@ -14,6 +14,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .chunks import MASTER, Kept
 from .deferred_step import finish_deferred
 from .elementwise_probe import check_pieces, states_kept
+from .lay_out_anew import lay_out_anew, outgrown
 from .offloaded_states import OffloadedStates
 from .precision import keep_precision, warn_of_rounding
 from .record import record_of
@@ -27,6 +28,9 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
     record = record_of(optimizer)
     known: list[OffloadedStates] = [] if record.offloaded is None else record.offloaded
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for number, states in enumerate(known):
+        if (more := outgrown(optimizer, states, groups)) is not None:
+            known[number] = lay_out_anew(optimizer, states, more, finish_deferred)
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
     kinds: dict[tuple[int, int, torch.dtype], _Streaming] = {}
     for p in hollow:

@@ -1,8 +1,9 @@
 """Copies of whole values that eager calls are given: what such a call writes to one, or to a view of one, would be lost.
 
-PyTorch refuses these writes where it can. Copies made without gradients are inference tensors, and so are views of them. A view
-of a copy that autograd records comes from a custom function: PyTorch refuses to change it, or to use it once it was changed
-without gradients. `lost_write` finds the rest, but for what is written through `detach()` or `data` of such a view.
+PyTorch refuses these writes where it can. Copies made without gradients are inference tensors, and so are views of them; those in
+another type are where they are made in inference mode. A view of a copy that autograd records comes from a custom function:
+PyTorch refuses to change it, or to use it once it was changed without gradients. `lost_write` finds the rest, but for what is
+written through `detach()` or `data` of such a view.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ def lost_write(copy: torch.Tensor, version: int, result: Any) -> str:
     if any(not view.requires_grad for view in _views(result, [copy])):
         return "it returns a part of a copy, and what was written to that would be lost: take a copy of it, by index_select()"
     return ""
+
+
+def are_writable(result: Any, copies: Sequence[torch.Tensor]) -> bool:
+    """Return whether a call's result has a view of an inference tensor that is none itself."""
+    return bool(_views(result, [copy for copy in copies if copy.is_inference()]))
 
 
 def read_only(result: Any, copies: Sequence[torch.Tensor]) -> Any:

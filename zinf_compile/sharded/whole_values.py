@@ -13,7 +13,7 @@ from zinf_compile.runtime.units.shard_values import DeviceShard
 
 from .data_assignment import changed_parameters
 from .eager_collectives import gather_alike, reduce_for_eager
-from .gathered_copies import lost_write, read_only, unrecorded_copy, versions
+from .gathered_copies import are_writable, lost_write, read_only, unrecorded_copy, versions
 from .offloaded_value import value_of
 from .operands import cut, has_whole_values
 from .tensor import ShardedTensor, reads_memory
@@ -56,7 +56,11 @@ def _on_copies(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     def value_of(item: Any) -> Any:
         return copies.get(id(item), item) if isinstance(item, ShardedTensor) else item
 
-    result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+    given, named = tree_map(value_of, tuple(args)), tree_map(value_of, kwargs)
+    result = func(*given, **named)
+    if are_writable(result, list(copies.values())):
+        with torch.inference_mode():
+            result = func(*given, **named)
     for item, copy, version in zip(distinct.values(), copies.values(), before, strict=True):
         if lost := lost_write(copy, version, result):
             item.refuse(name, lost)
