@@ -84,6 +84,12 @@ def may_chunk(gm: fx.GraphModule, enabled: bool | None, worth_bytes: int = WORTH
     return any(logits_bytes(node.meta.get("example_value")) > worth_bytes for node in gm.graph.nodes)
 
 
+def has_loss(gm: fx.GraphModule) -> bool:
+    """Return whether a graph captured by Dynamo has a loss over classes, large or small."""
+    names = (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "") for node in gm.graph.nodes)
+    return any("log_softmax" in name or "cross_entropy" in name for name in names)
+
+
 def is_large(logits: object) -> bool:
     """Return whether traced logits take more than `WORTH_BYTES` in fp32, the data type of the log-softmax."""
     return logits_bytes(logits) > WORTH_BYTES

@@ -77,6 +77,7 @@ def test_losses_are_taken_in_chunks_on_all_ranks_alike(compute: str) -> None:
     for noted in run_ranks(chunk_losses, 2, compute):
         assert set(noted["large on one"]) == {True}
         assert set(noted["small"]) == {False}
+        assert set(noted["asked for"]) == {True}
 
 
 class Words(nn.Module):

@@ -154,8 +154,7 @@ class GraphCompiler:
         self._choices = Choices(slots, example_inputs, context, likely, first=is_first_variant())
         log_tiles(slots, self.number)
         self.shape = self.config.shape()
-        together = self.shape.chunk_loss is None and context.size > 1
-        self._losses = Losses(self.shape, self._choices, together=together)
+        self._losses = Losses(self.shape, self._choices, ranks=context.size)
         self._bucket = self.shape.bucket_of(slots)
         self._budget = self.make_budget(slots, example_inputs, context)
         self.planner = None if self.config.planner is None else self.make_planner(context)
@@ -213,7 +212,7 @@ class GraphCompiler:
 
             return compile_stage
 
-        if losses.any_chunks:
+        if losses.are_chunked(gm):
             example_inputs = with_static_shapes(gm, example_inputs)
         compiler = aot_autograd(
             fw_compiler=stage("forward"),

@@ -12,7 +12,7 @@ from torch import fx
 from zinf_compile.ir.compute_shape import ComputeShape
 from zinf_compile.passes.graph.node_facts import fake_value
 from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
-from zinf_compile.passes.loss.chunk_loss import logits_bytes, may_chunk
+from zinf_compile.passes.loss.chunk_loss import has_loss, logits_bytes, may_chunk
 
 from .choices import Choices
 from .regions import decompositions
@@ -21,16 +21,18 @@ from .regions import decompositions
 class Losses:
     """The losses of one captured graph, by its compute shape and what all ranks chose."""
 
-    def __init__(self, shape: ComputeShape, choices: Choices, *, together: bool) -> None:
-        """`together`: several ranks exchange sizes to decide which losses are chunked."""
-        self._shape, self._choices, self._together = shape, choices, together
+    def __init__(self, shape: ComputeShape, choices: Choices, *, ranks: int) -> None:
+        """Several `ranks` exchange sizes to decide which losses are chunked, where no word says it."""
+        self._shape, self._choices, self._ranks = shape, choices, ranks
+        self._together = shape.chunk_loss is None and ranks > 1
         self._rules: dict[Any, Any] = {}
         """Decompositions of operators that AOTAutograd keeps for `chunk_loss` to match."""
 
-    @property
-    def any_chunks(self) -> bool:
-        """Whether a loss is chunked by an earlier choice of all ranks."""
-        return self._together and self._choices.any_chunks
+    def are_chunked(self, gm: fx.GraphModule) -> bool:
+        """Say whether other ranks may chunk a loss of this graph that Dynamo captured: then this one does, whatever its sizes."""
+        if self._together:
+            return self._choices.any_chunks
+        return self._ranks > 1 and bool(self._shape.chunk_loss) and has_loss(gm)
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `joint_passes` and `inference_passes`."""
