@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_bad_checkpoints import loads, partitioned_in_extra, replicas, saves, two_jobs, under_a_cap
+from rank_bad_checkpoints import loads, partitioned_in_extra, replicas, saves, two_jobs, under_a_cap, wrong_on_one_rank
 from ranks import run_ranks
 from small_drives import MIB, mounted, small_drive
 
@@ -127,3 +127,26 @@ def test_averages_are_saved_as_a_part_of_the_model(size: int, place: str, tmp_pa
                 continue
             assert re.match(r"CheckpointError: extra\.", found[name]), (name, found[name])
             assert "It is partitioned: save what it belongs to as a part of the model, as an average by" in found[name]
+
+
+WRONG = {
+    "save, folder": "TypeError: a NoneType is given as the folder; accepted: a str or a pathlib.Path",
+    "save, keep": "ValueError: keep=0; accepted: the number of checkpoints to keep, 1 or more",
+    "save, optimizer": "TypeError: a str is given as an optimizer; accepted: ",
+    "save, another folder": "RankMismatchError: .* rank 0, saving a checkpoint, has 'folder .*'; rank 1, .* 'folder .*/other'",
+    "load, folder": "TypeError: a NoneType is given as the folder; accepted: a str or a pathlib.Path",
+    "load, optimizer": "TypeError: a str is given as an optimizer; accepted: ",
+}
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    first, second = run_ranks(wrong_on_one_rank, 2, str(tmp_path))
+    assert list(first) == list(second) == list(WRONG)
+    for name, said in WRONG.items():
+        assert re.match(said, second[name]), (name, second[name])
+        if name == "save, another folder":
+            assert first[name] == second[name]
+        else:
+            _, told = second[name].split(": ", 1)
+            assert re.match(r"CheckpointError: (no checkpoint is saved in|loading) \S+", first[name]), (name, first[name])
+            assert first[name].endswith(f"named on rank 1: {told}"), (name, first[name])

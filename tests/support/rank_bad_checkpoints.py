@@ -353,3 +353,32 @@ def partitioned_in_extra(rank: int, size: int, folder: str, options: dict[str, A
     zinf_compile.load(folder, both, optimizer)
     assert_equal(zinf_compile.full_state_dict(averaged), before)
     return found
+
+
+def wrong_on_one_rank(rank: int, size: int, folder: str) -> dict[str, str]:
+    """Save and load with arguments that are wrong on the last rank alone, training on after each; return the errors by case."""
+    torch.compiler.reset()
+    compiled, model, optimizer = build(placed({"timeout_s": 60}, size))
+    train(compiled, optimizer, range(1))
+    saved = zinf_compile.save(f"{folder}/saved", model, optimizer, wait=True)
+    wrong = rank == size - 1
+
+    def given(there: Any, elsewhere: Any) -> Any:
+        return there if wrong else elsewhere
+
+    cases: dict[str, Callable[[], object]] = {
+        "save, folder": lambda: zinf_compile.save(given(None, folder), model, optimizer),
+        "save, keep": lambda: zinf_compile.save(folder, model, optimizer, keep=given(0, 1)),
+        "save, optimizer": lambda: zinf_compile.save(folder, model, given("x", optimizer)),
+        "save, another folder": lambda: zinf_compile.save(given(f"{folder}/other", folder), model, optimizer),
+        "load, folder": lambda: zinf_compile.load(given(None, saved), model, optimizer),
+        "load, optimizer": lambda: zinf_compile.load(saved, model, given("x", optimizer)),
+    }
+    found = {}
+    for number, (name, act) in enumerate(cases.items(), 1):
+        found[name] = outcome(act)
+        train(compiled, optimizer, range(number, number + 1))
+    assert os.listdir(folder) == ["saved"]
+    zinf_compile.save(f"{folder}/saved", model, optimizer, wait=True)
+    assert zinf_compile.load(f"{folder}/saved", model, optimizer) == {}
+    return found

@@ -253,12 +253,12 @@ def _poll(done: Callable[[], bool]) -> None:
         time.sleep(_POLL_S)
 
 
-def saving_together(ranks: Ranks | None, folder: Path) -> contextlib.AbstractContextManager[None]:
+def saving_together(ranks: Ranks | None, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
     """Context whose errors are raised on all ranks; the others name the folder and the first rank that failed."""
     if ranks is None:
         return contextlib.nullcontext()
     return ranks.fail_together(
-        "saving a checkpoint", elsewhere=lambda told: CheckpointError(f"no checkpoint is saved in {folder}: {told}")
+        "saving a checkpoint", elsewhere=lambda told: CheckpointError(f"no checkpoint is saved in {os.fspath(folder)}: {told}")
     )
 
 

@@ -23,7 +23,7 @@ from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.units.shard_values import ParameterShard
 from zinf_compile.runtime.units.steps_taken import forget_steps
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.arguments import plain
+from zinf_compile.sharded.arguments import path_of, plain
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
@@ -64,12 +64,12 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint, see `zinf_compile.load`; `meta`: the model, where it is on meta."""
     wait_for_save()
-    model, optimizers = plain(model), named_optimizers(optimizer)
+    model = plain(model)
     unit = agree_on_units(partitioned_parameters(model), "loading a checkpoint", "", compare_steps=False)
     ranks = meta.ranks if meta is not None else None if unit is None else unit.ranks
-    loading = _Loading(model, optimizers, ranks, empty=meta is not None)
-    path = loading.find(folder)
-    opening = partial(open_files, path, optimizers=optimizers, dtype=dtype, rename=rename)
+    loading = _Loading(model, ranks, empty=meta is not None)
+    path = loading.find(folder, optimizer)
+    opening = partial(open_files, path, optimizers=loading.optimizers, dtype=dtype, rename=rename)
     if meta is None:
         return loading.load(opening)
     loading.check(opening)
@@ -77,7 +77,7 @@ def load(
         with meta.partitioned():
             return loading.load(opening)
     except BaseException:
-        for _, each in optimizers:
+        for _, each in loading.optimizers:
             forget_states(each)  # of parameters that are on meta again
         raise
 
@@ -89,31 +89,35 @@ Opening = Callable[..., CheckpointFiles]
 class _Loading:
     """One load of a model and its optimizers, by `ranks` together. `empty`: the model has no values before."""
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[tuple[str, Optimizer]], ranks: Ranks | None, *, empty: bool
-    ) -> None:
-        self._model, self._optimizers, self._ranks, self._empty = model, optimizers, ranks, empty
+    def __init__(self, model: nn.Module, ranks: Ranks | None, *, empty: bool) -> None:
+        self._model, self._ranks, self._empty = model, ranks, empty
         self._folder: str | os.PathLike[str] = ""
+        self.optimizers: list[tuple[str, Optimizer]] = []
+        """Those that were given, with their names in the checkpoint."""
 
-    def find(self, folder: str | os.PathLike[str]) -> Path:
-        """Return the path of the newest checkpoint, which rank 0 chooses."""
+    def find(self, folder: str | os.PathLike[str], optimizer: Optimizer | Sequence[Optimizer]) -> Path:
+        """Take what is loaded from, and into; return the path of the newest checkpoint, which rank 0 chooses.
+
+        Raises `TypeError` for what is no path or no optimizer, `CheckpointError` where there is none.
+        """
         self._folder = folder
         with self._together("opening a checkpoint"):
-            name = find_checkpoint(folder) if self._ranks is None or self._ranks.rank == 0 else ""
-        with self._together("opening a checkpoint"):
-            return Path(folder) / (name if self._ranks is None else str(self._ranks.share(name, what="choosing a checkpoint")))
+            path = path_of(folder)
+            self.optimizers = named_optimizers(optimizer)
+            name = find_checkpoint(path) if self._ranks is None or self._ranks.rank == 0 else ""
+        return path / (name if self._ranks is None else str(self._ranks.share(name, what="choosing a checkpoint")))
 
     def check(self, opening: Opening) -> None:
         """Raise `CheckpointError` unless the checkpoint fits the model, which is on meta, and its optimizers."""
         with self._together("opening a checkpoint"):
             targets = state_names(self._model)
             with contextlib.closing(opening(targets=targets)) as files:
-                fit(files, targets, self._optimizers, on_meta=True)
+                fit(files, targets, self.optimizers, on_meta=True)
                 check_gradients(files, targets)
 
     def load(self, opening: Opening) -> dict[str, Any]:
         """Check everything, then load everything; return `extra`."""
-        ranks, optimizers = self._ranks, self._optimizers
+        ranks, optimizers = self._ranks, self.optimizers
         found = partitioned_parameters(self._model)
         with contextlib.ExitStack() as closing:
             with self._together("opening a checkpoint"):

@@ -17,7 +17,7 @@ from zinf_compile.ir.formats import as_plain, format_of
 from zinf_compile.optim.record import State, all_records
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
-from zinf_compile.sharded.arguments import plain
+from zinf_compile.sharded.arguments import path_of, plain
 
 from .accumulated_gradients import add_gradients
 from .background import BackgroundSave, PartMissingError, saving_together, wait_for_save
@@ -62,17 +62,18 @@ def save(
     time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not
     plain, or a folder that another job saves to; `OSError` with errno and path. Where it writes nothing before it
     returns, space is compared with what is free, and allocated in the background, before any rank writes a byte. What is raised
-    on one rank is raised on all, and nothing of the training is changed.
+    on one rank is raised on all, also for an argument that is wrong there alone; `RankMismatchError` where ranks give different
+    folders. Nothing of the training is changed.
     """
     wait_for_save()
     model = plain(model)
     unit = agree_on_units(partitioned_parameters(model), "saving a checkpoint", "")
     ranks = None if unit is None else unit.ranks
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    place = SaveFolder(Path(folder).absolute(), keep=keep, advice=_advice(ranks))
     contents = RankContents(rank, size)
     stepping = _optimizers_of(model)
-    with saving_together(ranks, place.folder):
+    with saving_together(ranks, folder):
+        place = SaveFolder(path_of(folder).absolute(), keep=keep, advice=_advice(ranks))
         contents.take_steps(stepping)
         names = contents.add_model(model)
         optimizers = named_optimizers(optimizer)
@@ -85,7 +86,7 @@ def save(
     with saving_together(ranks, place.folder):
         contents.add_plain("extra", dict(extra or {}))
     if ranks is not None:
-        ranks.agree(_lines(contents), what="saving a checkpoint")
+        ranks.agree([f"folder {place.folder}", *_lines(contents)], what="saving a checkpoint")
     space = reserved_in(place.folder)
     try:
         _begin(place, ranks, contents, space, [each for _, each in optimizers], stepping).start()

@@ -1,6 +1,8 @@
-"""What user code gives as a model and as an optimizer: anything else is named before something is done with it."""
+"""What user code gives as a model, an optimizer and a folder: anything else is named before something is done with it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from torch import nn
 
@@ -17,3 +19,11 @@ def check_optimizer(given: object) -> None:
     """Raise `TypeError` for what is no optimizer, nor a wrapper around one."""
     if not hasattr(given, "param_groups"):
         raise TypeError(f"a {type(given).__name__} is given as an optimizer; accepted: an Optimizer of torch.optim, or several")
+
+
+def path_of(given: object) -> Path:
+    """Return the path that a string or an `os.PathLike` is; raise `TypeError` for what is neither."""
+    try:
+        return Path(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"a {type(given).__name__} is given as the folder; accepted: a str or a pathlib.Path") from None

@@ -18,6 +18,11 @@ from zinf_compile.errors import CheckpointError
 CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "save, swapped": (lambda model, optimizer: zinf_compile.save(model, "folder", optimizer), "a str is given as the model"),
     "load, swapped": (lambda model, optimizer: zinf_compile.load(model, "folder", optimizer), "a str is given as the model"),
+    "save, no folder": (
+        lambda model, optimizer: zinf_compile.save(None, model),
+        "a NoneType is given as the folder; accepted: a str",
+    ),
+    "load, no folder": (lambda model, optimizer: zinf_compile.load(3, model), "a int is given as the folder; accepted: a str"),
     "full_state_dict": (lambda model, optimizer: zinf_compile.full_state_dict(None), "a NoneType is given as the model"),
     "partition": (lambda model, optimizer: zinf_compile.partition(None), "a NoneType is given as the model"),
     "gathered": (lambda model, optimizer: zinf_compile.gathered(model.weight).__enter__(), "a Parameter is given as the model"),
