@@ -182,3 +182,30 @@ def test_the_step_of_a_loaded_gradient_says_what_comes_first(tmp_path: Path) -> 
         else:
             with pytest.warns(UserWarning, match="call it once first, under torch.no_grad.*drops the master copies"):
                 optimizer.step()
+
+
+def test_an_evaluation_comes_first_where_nothing_moves(tmp_path: Path) -> None:
+    """As the warning asks; the graph makes no gradients, and its parameters stay ordinary ones."""
+
+    def build(seed: int) -> tuple[Mlp, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Mlp()
+        model.compile(backend="zero_infinity", options={"compute": "fx"})
+        return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+    model, optimizer = build(0)
+    model(*vectors(0)).backward()
+    zinf_compile.save(tmp_path / "saved", model, optimizer, wait=True)
+    optimizer.step()
+    expected = [p.detach().clone() for p in model.parameters()]
+    torch.compiler.reset()
+    zinf_compile.reset()
+    watch_steps()
+    model, optimizer = build(1)
+    zinf_compile.load(tmp_path / "saved", model, optimizer)
+    with torch.no_grad():
+        model(*vectors(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), expected))

@@ -343,6 +343,19 @@ def test_nobody_is_warned_where_parameters_get_other_memory_before_their_first_s
         adamw(model.parameters()).step()
 
 
+def test_an_evaluation_uses_parameters_and_makes_none_ordinary() -> None:
+    model = nn.ModuleList([Mlp(), Mlp()])
+    call = torch.compile(lambda *batch: model[0](*batch) + model[1](*batch), backend="zero_infinity", options=FX)
+    plain_step(as_a_user(model[0]), adamw(model[0].parameters()), vectors(0))
+    with torch.no_grad():
+        call(*vectors(0))
+    assert all(map(ordinary.is_used, model.parameters()))
+    assert [all(map(ordinary.is_ordinary, part.parameters())) for part in model] == [True, False]
+    assert not any(map(ordinary.is_ordinary, model[1].parameters()))
+    call(*vectors(0)).backward()
+    assert all(map(ordinary.is_ordinary, model.parameters()))
+
+
 def test_a_second_derivative_is_refused() -> None:
     model = nn.Linear(7, 1)
     x = torch.randn(3, 7, requires_grad=True)

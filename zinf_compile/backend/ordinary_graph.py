@@ -26,7 +26,7 @@ from zinf_compile.passes.lower import lower
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import usable_bytes
 from zinf_compile.sharded.budget import GraphBudget
-from zinf_compile.sharded.ordinary import is_ordinary, note_ordinary
+from zinf_compile.sharded.ordinary import is_ordinary, is_used, note_ordinary
 from zinf_compile.sharded.parameter import unit_of
 
 from .decide_memory import Cut
@@ -86,7 +86,7 @@ class OrdinaryCompiler(GraphCompiler):
         compiled = super().compile(gm, example_inputs)
         _log.info("graph %d: parameters stay ordinary ones: on one rank, with these options, nothing moves", self.number)
         places = [index for index, value in enumerate(example_inputs) if isinstance(value, nn.Parameter)]
-        return _noting(compiled, places) if places and trains else compiled
+        return _noting(compiled, places, trains=trains) if places else compiled
 
     def make_budget(self, slots: Sequence[Any], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return a budget that refuses nothing, and reserves nothing: `nothing_moves` has found room.
@@ -116,17 +116,18 @@ class OrdinaryCompiler(GraphCompiler):
         return _runner(program)
 
 
-def _noting(compiled: Compiled, places: Sequence[int]) -> Compiled:
-    """Return a compiled graph of a training that notes the parameters among its inputs as ordinary at the first of their calls.
+def _noting(compiled: Compiled, places: Sequence[int], *, trains: bool) -> Compiled:
+    """Return a compiled graph that notes the parameters among its inputs at the first of their calls; `trains`: as ordinary ones.
 
     One graph serves all models that are alike: whose they are, a call says. Two graphs may share some of them: the first and the
     last are looked at.
     """
     first, last = places[0], places[-1]
+    is_noted = is_ordinary if trains else is_used
 
     def run(*args: Any) -> Any:
-        if not (is_ordinary(args[first]) and is_ordinary(args[last])):
-            note_ordinary([args[place] for place in places])
+        if not (is_noted(args[first]) and is_noted(args[last])):
+            note_ordinary([args[place] for place in places if not is_noted(args[place])], trained=trains)
         return compiled(*args)
 
     return run

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zinf_compile._torch import LEAVES_RECURRENT_FORWARDS, own_backends
 from zinf_compile.errors import UnsupportedModelError
-from zinf_compile.sharded.ordinary import is_ordinary
+from zinf_compile.sharded.ordinary import is_used
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.unpartitioned import is_averaged, models_of
 
@@ -72,7 +72,7 @@ def _ranks() -> int:
 
 
 def _is_known(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, ShardedParameter) or is_averaged(parameter) or is_ordinary(parameter)
+    return isinstance(parameter, ShardedParameter) or is_averaged(parameter) or is_used(parameter)
 
 
 def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str, *, masters: bool) -> None:
