@@ -192,3 +192,40 @@ def test_an_optimizer_whose_constructor_makes_states(tmp_path: Path) -> None:
         adagrad.step()
     torch.testing.assert_close(dict(fresh.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
     torch.testing.assert_close(its.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+
+
+class Shifted(nn.Module):
+    """Adds a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("shift", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + self.shift).square().mean()
+
+
+class Filled(Shifted):
+    """Fills it again."""
+
+    def reset_parameters(self) -> None:
+        self.shift.copy_(torch.arange(3.0))
+
+
+def test_a_buffer_that_is_in_no_checkpoint(tmp_path: Path) -> None:
+    whole = Shifted()
+    folder = zinf_compile.save(tmp_path / "saved", whole)
+
+    def compiled(kind: type[Shifted]) -> Any:
+        with torch.device("meta"):
+            model = kind()
+        return in_place(model, {"compute": "fx", "params": "device"})
+
+    plain = compiled(Shifted)
+    with pytest.raises(UnsupportedModelError, match=r"gave shift a value; the model is on meta .* No checkpoint has"):
+        zinf_compile.load(folder, plain)
+    plain.shift = torch.arange(3.0)
+    for model in (plain, compiled(Filled)):
+        zinf_compile.load(folder, model)
+        assert torch.equal(model(torch.ones(2, 3)), whole(torch.ones(2, 3)))

@@ -117,7 +117,7 @@ def partition(
         lines = [f"{p._zinf_materialization.name} {p._zinf_materialization.checksum}" for p in made.parameters]
         context.ranks.agree([*missing, *lines], what="comparing the ranks' models, which every rank makes alike")
         if missing:
-            raise explain_untouched(missing)
+            raise explain_untouched(model, missing)
         made.partition(device)
         made.keep()
         context.memory.gather_memory.clear()  # see `sharded.partition`

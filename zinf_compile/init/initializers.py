@@ -116,7 +116,7 @@ def _reject_unrepeatable(model: nn.Module) -> None:
         if own and initialiser_of(module) is None and pretrained_model_of(model, name) is None:
             raise UnsupportedModelError(
                 f"{where} has no initialiser for {', '.join(own)}: neither reset_parameters nor transformers' _init_weights. "
-                f"{_WAYS_OUT}"
+                f"{_ways_out(model, [f'{name}.{n}' if name else n for n in own])}"
             )
 
 
@@ -126,10 +126,26 @@ _WAYS_OUT = (
 )
 
 
-def explain_untouched(names: list[str]) -> UnsupportedModelError:
-    """Return the error for tensors that no initialiser gave a value."""
+_WAYS_OUT_BESIDE_CHECKPOINTS = (
+    'No checkpoint has what is not persistent: make it with device="cpu", in its constructor or by assigning it to the model on '
+    "meta; let its module's reset_parameters() fill it, or partition(init=...) without checkpoint=, and load() a checkpoint "
+    "then; or build the model, not on meta, inside `with zinf_compile.partitioned(...):`"
+)
+
+
+def explain_untouched(model: nn.Module, names: list[str]) -> UnsupportedModelError:
+    """Return the error for tensors of a model that no initialiser gave a value."""
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return UnsupportedModelError(f"no initialiser gave {shown} a value; the model is on meta as before. {_WAYS_OUT}")
+    return UnsupportedModelError(
+        f"no initialiser gave {shown} a value; the model is on meta as before. {_ways_out(model, names)}"
+    )
+
+
+def _ways_out(model: nn.Module, names: list[str]) -> str:
+    """Return what to do about tensors without a value."""
+    owners = [(model.get_submodule(owner), attribute) for owner, _, attribute in (name.rpartition(".") for name in names)]
+    lacking = all(attribute in owner._non_persistent_buffers_set for owner, attribute in owners)
+    return _WAYS_OUT_BESIDE_CHECKPOINTS if lacking else _WAYS_OUT
 
 
 def _has_no_value(tensor: torch.Tensor | None) -> bool:

@@ -65,7 +65,7 @@ class OntoMeta:
                 described = [f"{target.name} {list(target.slot.shape)} {target.slot.dtype}" for target in self._targets]
                 context.ranks.agree([*missing, *described], what="comparing the ranks' models, which every rank makes alike")
                 if missing:
-                    raise explain_untouched(missing)
+                    raise explain_untouched(model, missing)
                 for parameter in made.parameters:
                     made.materializer.forget(parameter)
                 made.partition(self._device)

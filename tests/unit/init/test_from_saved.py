@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import zinf_compile
-from zinf_compile.errors import CheckpointError
+from zinf_compile.errors import CheckpointError, UnsupportedModelError
 from zinf_compile.sharded.parameter import ShardedParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
@@ -96,3 +97,85 @@ def test_weights_beside_it_come_first(tmp_path: Path) -> None:
         other = Tied()
     zinf_compile.partition(other, checkpoint=tmp_path)
     assert float(zinf_compile.full_state_dict(other)["scale"]) == 7
+
+
+class Positions(nn.Module):
+    """Has a buffer that no checkpoint has; `device`: where it is made."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("positions", torch.arange(5.0, device=device), persistent=False)
+
+
+class Reset(Positions):
+    """Fills it again."""
+
+    def reset_parameters(self) -> None:
+        self.positions.copy_(torch.arange(5.0))
+
+
+def fill_positions(module: nn.Module) -> None:
+    """Fill it from outside."""
+    if isinstance(module, Positions):
+        module.positions.copy_(torch.arange(5.0))  # type: ignore[operator]
+
+
+def on_meta(build: Callable[[], Any], assigned: torch.Tensor | None = None) -> Any:
+    with torch.device("meta"):
+        model = build()
+    if assigned is not None:
+        model.positions = assigned
+    return model
+
+
+def initialized(folder: Path) -> Any:
+    model = zinf_compile.partition(on_meta(Positions), init=fill_positions)
+    zinf_compile.load(folder, model)
+    return model
+
+
+def built_partitioned(folder: Path) -> Any:
+    with zinf_compile.partitioned():
+        model = Positions()
+    zinf_compile.load(folder, model)
+    return model
+
+
+WAYS: dict[str, Callable[[Path], Any]] = {
+    'make it with device="cpu", in its constructor': lambda folder: zinf_compile.partition(
+        on_meta(lambda: Positions("cpu")), checkpoint=folder
+    ),
+    "or by assigning it to the model on meta": lambda folder: zinf_compile.partition(
+        on_meta(Positions, torch.arange(5.0)), checkpoint=folder
+    ),
+    "let its module's reset_parameters() fill it": lambda folder: zinf_compile.partition(on_meta(Reset), checkpoint=folder),
+    "or partition(init=...) without checkpoint=, and load() a checkpoint then": initialized,
+    "or build the model, not on meta, inside `with zinf_compile.partitioned(...):`": built_partitioned,
+}
+
+
+def test_each_way_to_a_buffer_that_is_in_no_checkpoint(tmp_path: Path) -> None:
+    whole = Positions()
+    folder = zinf_compile.save(tmp_path / "saved", whole)
+    with pytest.raises(UnsupportedModelError, match="no initialiser gave positions a value") as caught:
+        zinf_compile.partition(on_meta(Positions), checkpoint=folder)
+    assert "checkpoint=..." not in str(caught.value), "no checkpoint has it"
+    for way, follow in WAYS.items():
+        assert way in str(caught.value)
+        model = follow(folder)
+        assert torch.equal(model.positions, whole.positions)
+        assert torch.equal(zinf_compile.full_state_dict(model)["linear.weight"], whole.linear.weight)
+        assert isinstance(model.linear.weight, ShardedParameter)
+
+
+def test_a_parameter_without_a_value_beside_it_may_come_from_a_checkpoint() -> None:
+    def build() -> nn.Module:
+        model = Positions()
+        model.scale = nn.Parameter(torch.ones(()))
+        return model
+
+    with pytest.raises(UnsupportedModelError, match=r"no initialiser for scale, positions.*, or checkpoint=\.\.\."):
+        zinf_compile.partition(on_meta(build))
+    with pytest.raises(UnsupportedModelError, match=r"no initialiser for positions.* No checkpoint has what is not persistent"):
+        zinf_compile.partition(on_meta(Positions))
