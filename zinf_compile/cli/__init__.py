@@ -12,7 +12,7 @@ inspect_checkpoint — `zinf inspect`: prints what is in a checkpoint that `zinf
 main — The `zinf` command: parses arguments, runs a subcommand, prints the dump of a schedule.
 measure_machine — Measures this machine: products, memory, links, a folder's drive, as a profile.
 models — Built-in models of the command line, to inspect a schedule without writing one.
-output_files — Files that commands write: tried before the work, and written behind it without losing what is printed.
+output_files — What commands write: files, tried before the work and written behind it, and what they print.
 plan — `zinf plan`: what a model's step comes to on a machine, with these budgets.
 plan_explained — The formulas of ZeRO with a model's numbers.
 quota — Disk quotas of this user and group, read from the kernel.

@@ -21,7 +21,9 @@ _COMMENT = re.compile(r"(#.*)$")
 
 def colored(text: str) -> str:
     """Return a dump's text, coloured if the standard output is a terminal and `NO_COLOR` isn't set."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    if sys.stdout is None or not sys.stdout.isatty():  # None where it was closed by the shell
         return text
     return "\n".join(map(_colored_line, text.split("\n")))
 

@@ -25,6 +25,7 @@ from . import bench_io, consolidate, doctor, inspect_checkpoint, plan
 from .colors import colored
 from .dump_error import DumpError
 from .models import TARGETS
+from .output_files import print_output
 from .timed_transfers import time_transfers
 from .trace import DEVICES, Scheduled, load_target, nothing_compiled, pass_names, trace
 
@@ -43,12 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where what was checked failed, 2 for errors that the user can correct."""
     options = _parser().parse_args(arguments)
     try:
-        print(options.run(options))
+        print_output(options.run(options))
     except (DumpError, ZinfError) as error:
         print(f"zinf: {without_how_to_report(str(error))}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `zinf dump ... | head`
-        sys.stderr.close()
     return int(getattr(options, "status", 0))
 
 

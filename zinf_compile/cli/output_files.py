@@ -1,8 +1,9 @@
-"""Files that commands write: tried before the work, and written behind it without losing what is printed."""
+"""What commands write: files, tried before the work and written behind it without losing what is printed, and what they print."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -32,3 +33,14 @@ def write_file(path: Path, text: str, options: argparse.Namespace) -> None:
     except OSError as error:
         print(f"zinf: {str(path)!r} is not written ({error.strerror})", file=sys.stderr)
         options.status = 2
+
+
+def print_output(text: str) -> None:
+    """Print what a command found, unless its reader has gone. Raises `DumpError` where it can't be written."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # what is left in its buffer would be an error again when the process ends
+        if not isinstance(error, BrokenPipeError):  # `zinf dump ... | head`
+            raise DumpError(f"the output is not written ({error.strerror}); accepted: a standard output that can be") from error
