@@ -147,11 +147,21 @@ def test_blocks_that_differ_by_their_options_are_all_traced(
     assert "several blocks are gathered at once, in one region: a bucket is larger" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["layers", "layers=0", "=3", "layers=x"])
+@pytest.mark.parametrize("text", ["layers", "layers=0", "=3", "layers=x", "layers=²", "layers=1000001"])
 def test_what_is_no_number_of_blocks_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*COMMAND, "--blocks", text])
-    assert f"'{text}' is no number of blocks; accepted: LIST=N, such as layers=126" in capsys.readouterr().err
+    assert (
+        f"'{text}' is no number of blocks; accepted: LIST=N, such as layers=126, with N from 1 to 1,000,000"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("text", ["²", "x", "1025", "-1x", "1.5"])
+def test_what_is_no_number_of_drives_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*COMMAND, f"--nvme={text}"])
+    assert f"'{text}' is not a number of drives; accepted: 1x, 4x, ... to 1024x; 0 for none" in capsys.readouterr().err
 
 
 def test_a_file_that_is_full_takes_nothing_from_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

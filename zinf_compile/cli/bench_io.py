@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -188,8 +189,8 @@ def _bytes(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of blocks; accepted: 1, 2, ...")
+    if not re.fullmatch(r"[0-9]{1,7}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of blocks; accepted: 1 to 9,999,999")
     return int(text)
 
 
@@ -199,5 +200,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; accepted: more than 0, such as 0.5 or 10")
     return value

@@ -48,6 +48,9 @@ HERE = "here"
 MOST = 1_000_000
 """Ranks, and what else is counted."""
 
+_MOST_DRIVES = 1024
+"""Of a node."""
+
 _FLAGS = {
     "device_memory": "--device-memory",
     "host_memory": "--host-memory",
@@ -325,20 +328,28 @@ def _sizes(text: str) -> Sequence[int]:
 
 def count(text: str) -> int:
     """Parse a number of ranks, or of other things, of which there is one at least."""
-    if not re.fullmatch(r"[0-9]{1,7}", text) or not 1 <= int(text) <= MOST:
+    if not _is_count(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST:,}")
     return int(text)
 
 
 def _drives(text: str) -> int:
-    number = text.removesuffix("x")
-    if not number.isdigit() or int(number) > 1024:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of drives; accepted: 1x, 4x, ...; 0 for none")
-    return int(number)
+    found = re.fullmatch(r"([0-9]{1,4})x?", text)
+    if not found or int(found[1]) > _MOST_DRIVES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of drives; accepted: 1x, 4x, ... to {_MOST_DRIVES}x; 0 for none"
+        )
+    return int(found[1])
 
 
 def _blocks(text: str) -> Blocks:
-    name, _, count = text.partition("=")
-    if not name or not count.isdigit() or not int(count):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of blocks; accepted: LIST=N, such as layers=126")
-    return Blocks(name, int(count))
+    name, _, number = text.partition("=")
+    if not name or not _is_count(number):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of blocks; accepted: LIST=N, such as layers=126, with N from 1 to {MOST:,}"
+        )
+    return Blocks(name, int(number))
+
+
+def _is_count(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,7}", text) is not None and 1 <= int(text) <= MOST

@@ -57,8 +57,10 @@ def test_each_transfer_stays_within_the_file(tmp_path: Path, mode: str) -> None:
         (["--size", "lots"], "'lots' is not a size"),
         (["--size", "0"], "'0' is not a size"),
         (["--block", "-5"], "'-5' is not a size"),
-        (["--depth", "0"], "'0' is not a number of blocks"),
+        (["--depth", "0"], "'0' is not a number of blocks; accepted: 1 to 9,999,999"),
+        (["--depth", "²"], "'²' is not a number of blocks; accepted: 1 to 9,999,999"),
         (["--seconds", "never"], "'never' is not a number of seconds"),
+        (["--seconds", "0"], "'0' is not a number of seconds; accepted: more than 0, such as 0.5 or 10"),
         (["--engine", "aio"], "invalid choice: 'aio'"),
     ],
 )
