@@ -47,9 +47,7 @@ def as_json(content: Any) -> bytes:
     return (json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
-def write_json(path: Path, content: Any) -> bytes:
-    """Write a new file, synced; return its bytes."""
-    text = as_json(content)
+def write_new(path: Path, text: bytes) -> None:
+    """Write a new file, synced."""
     with new_file(path) as fd:
         write_all(fd, memoryview(text))
-    return text

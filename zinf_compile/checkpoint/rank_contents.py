@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile.errors import CheckpointError
+from zinf_compile.errors import CheckpointError, UnsupportedModelError
 from zinf_compile.ir.chunk_columns import VALUE
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.sizes import BLOCK_BYTES
@@ -32,8 +32,9 @@ from zinf_compile.sharded.tensor import ShardedTensor
 
 from .companions import companion_pieces
 from .gathered import state_names
-from .plain_values import encode
+from .plain_values import encode, readable
 from .rectangles import Rectangle
+from .safetensors_header import DTYPES
 from .saved_pieces import Place, SavedPiece, memory_pieces, unit_pieces
 from .saved_steps import SavedStep, step_to_save
 from .saved_tiles import describe_tiles
@@ -262,6 +263,11 @@ class RankContents:
     def _add(self, key: str, tensor: torch.Tensor, dtype: torch.dtype, parts: Iterable[ShardPart]) -> None:
         if key in self.tensors:
             raise CheckpointError(f"two tensors would be saved as {key}; accepted: names that differ")
+        if key != readable(key):
+            raise CheckpointError(f"{readable(key)} has a name with a surrogate, which UTF-8 can't hold; accepted: other names")
+        if dtype not in DTYPES.values():
+            kind = UnsupportedModelError if key.startswith("model.") else CheckpointError
+            raise kind(f"{key} is {dtype}, which safetensors files don't hold; accepted: {list(DTYPES.values())}")
         self.tensors[key] = SavedTensor(tuple(tensor.shape), dtype, list(parts))
 
     def _parts_of(self, unit: Unit, parameter: torch.Tensor) -> list[ShardPart]:

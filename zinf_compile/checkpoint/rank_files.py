@@ -19,7 +19,7 @@ import torch
 from zinf_compile.runtime.storage.engine import Engine
 
 from .file_layout import Part, lay_out
-from .manifest import as_json, rank_manifest, write_json
+from .manifest import as_json, rank_manifest, write_new
 from .parts_writer import CHECKED_BYTES, PartsWriter, StagingBuffers
 from .rank_contents import RankContents
 from .reserved_space import Slot
@@ -94,7 +94,7 @@ class RankFiles:
         if self._slot is not None:
             self._slot.close()
         draft = self._folder / f".{rank_manifest(self._rank)}"
-        write_json(draft, described)
+        write_new(draft, as_json(described))
         draft.rename(self._folder / rank_manifest(self._rank))
 
     def put(self, key: str, start: int, values: torch.Tensor) -> None:

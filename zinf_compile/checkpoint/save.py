@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zinf_compile.errors import CheckpointError
 from zinf_compile.ir.formats import as_plain, format_of
 from zinf_compile.optim.record import State, all_records
 from zinf_compile.runtime.comm.ranks import Ranks
@@ -24,12 +25,13 @@ from .background import BackgroundSave, PartMissingError, saving_together, wait_
 from .fit import named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, state_names
 from .local_buffers import add_local_buffers
-from .manifest import MANIFEST, rank_manifest, write_json
+from .manifest import MANIFEST, as_json, rank_manifest, write_new
 from .random_states import add_random_states, number_of_ranks, uses_numpy
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
 from .reserved_space import ReservedSpace, reserved_in
 from .save_folder import SaveFolder
+from .saved_files import read_manifest
 from .saved_pieces import SavedPieces
 
 _POLL_S = 0.01
@@ -85,6 +87,8 @@ def save(
     add_random_states(contents, size, devices, numpy=uses_numpy(ranks))
     with saving_together(ranks, place.folder):
         contents.add_plain("extra", dict(extra or {}))
+        if rank == 0:
+            _manifest(place.folder, contents, [0] * size)  # what can't be read again is refused before anything is written
     if ranks is not None:
         ranks.agree([f"folder {place.folder}", *_lines(contents)], what="saving a checkpoint")
     space = reserved_in(place.folder)
@@ -148,7 +152,7 @@ def _begin(
 
         def commit(given_up: Callable[[], bool]) -> None:
             checksums = [_checksum(staging / rank_manifest(number), given_up) for number in range(size)]
-            write_json(staging / MANIFEST, {**description(contents, size), "ranks": checksums})
+            write_new(staging / MANIFEST, _manifest(place.folder, contents, checksums))
             place.commit()
 
         def renew() -> None:
@@ -194,6 +198,19 @@ def _checksum(manifest: Path, given_up: Callable[[], bool]) -> int:
             raise PartMissingError(f"{manifest} is missing: that rank has not saved its part")
         time.sleep(_POLL_S)
     return crc32c(manifest.read_bytes())
+
+
+def _manifest(folder: Path, contents: RankContents, checksums: Sequence[int]) -> bytes:
+    """Return the manifest of the whole. Raises `CheckpointError` where `load` would refuse it."""
+    try:
+        text = as_json({**description(contents, len(checksums)), "ranks": checksums})
+        read_manifest(folder / MANIFEST, text)
+    except ValueError as error:
+        raise CheckpointError(
+            f"no checkpoint is saved in {folder}: load would refuse its manifest ({error}). Accepted: names that UTF-8 can hold, "
+            "and settings of optimizers that are nested less deeply"
+        ) from error
+    return text
 
 
 def description(contents: RankContents, size: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from .manifest import MANIFEST, rank_manifest, saved_name, saves_in
 from .parts_writer import CHECKED_BYTES
 from .rectangles import Rectangle, cut_rectangles
 from .regular_file import open_regular
-from .saved_tensors import Saved, SavedPart, add_parts, check_parts, parse_manifest
+from .saved_tensors import Manifest, Saved, SavedPart, add_parts, check_parts, parse_manifest
 from .stretches import Stretch, Stretches
 from .strict_json import parse_object
 
@@ -42,7 +42,7 @@ class SavedFiles(CheckpointFiles):
         self.folder = Path(folder) / find_save(folder)
         self._stretches = Stretches(self.folder)
         text = _read(self.folder / MANIFEST)
-        manifest = parse_manifest(self.folder / MANIFEST, _parsed(self.folder / MANIFEST, text))
+        manifest = read_manifest(self.folder / MANIFEST, text)
         self.checksum = crc32c(text)
         """Of the manifest, and so of all."""
         self.settings = manifest.settings
@@ -149,6 +149,11 @@ class _StretchReading:
             each.stretch.copy(each.low, each.high, data[each.place : each.place + each.high - each.low])
 
 
+def read_manifest(path: Path, text: bytes) -> Manifest:
+    """Return what the text of a manifest says, which is or will be in `path`. Raises `CheckpointError` for anything else."""
+    return parse_manifest(path, _parsed(path, text))
+
+
 def find_save(folder: str | os.PathLike[str]) -> str:
     """Return the name of the newest whole checkpoint in a folder, "." for a folder that is one. Raises `CheckpointError`."""
     where = Path(folder)
@@ -215,4 +220,4 @@ def _number(place: Sequence[int], sizes: Sequence[int]) -> int:
     return sum(p * stride for p, stride in zip(place, _strides(sizes), strict=True))
 
 
-__all__ = ["Saved", "SavedFiles", "SavedPart", "find_save"]
+__all__ = ["Saved", "SavedFiles", "SavedPart", "find_save", "read_manifest"]

@@ -14,7 +14,7 @@ import torch
 from tabulate import tabulate
 
 from zinf_compile.checkpoint.manifest import saved_name, saves_in
-from zinf_compile.checkpoint.plain_values import decode
+from zinf_compile.checkpoint.plain_values import decode, readable
 from zinf_compile.checkpoint.saved_files import Saved, SavedFiles
 from zinf_compile.checkpoint.saved_tensors import VERSION
 from zinf_compile.checkpoint.verify import verify
@@ -171,7 +171,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {readable(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return readable(value)
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 

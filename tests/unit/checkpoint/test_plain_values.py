@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile.checkpoint.plain_values import decode, encode
+from zinf_compile.checkpoint.strict_json import parse_object
 from zinf_compile.errors import CheckpointError
 
+TEXT = st.text(st.characters())  # surrogates, too
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.sampled_from([torch.bfloat16]),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT | st.sampled_from([torch.bfloat16]),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(TEXT | st.integers(), inner),
     max_leaves=10,
 )
 
@@ -25,8 +27,8 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_values_survive(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(encode(value, "extra", tensors), allow_nan=False)
-    found = decode(json.loads(text), "extra", tensors)
+    text = json.dumps({"extra": encode(value, "extra", tensors)}, allow_nan=False)
+    found = decode(parse_object(text)["extra"], "extra", tensors)
     assert found == value
     assert repr(found) == repr(value)  # types too: 1 is no True, (1,) no [1], -0.0 no 0.0
 
@@ -69,6 +71,14 @@ def test_places_that_read_alike_are_apart() -> None:
     assert [found["a"]["b.c"], found["a.b"]["c"], found["d"][1], found["d"]["1"]] == [one, two, three, four]
 
 
+def nested(count: int, kind: type) -> Any:
+    """Return so many of a kind inside of each other."""
+    value: Any = math.inf
+    for _ in range(count):
+        value = {"a": value} if kind is dict else kind([value])
+    return value
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -78,6 +88,13 @@ def test_places_that_read_alike_are_apart() -> None:
         ([lambda: 0], r"extra\.0 is a function; accepted"),
         ({"names": np.array(["a", "b"])}, r"extra\.names is a numpy array of <U1; accepted: .* arrays of numbers"),
         ([np.arange(2, dtype=">i4")], r"extra\.0 is a numpy array of >i4; accepted"),
+        ([torch.ones(2, device="meta")], r"extra\.0 is a tensor on meta, without values; accepted"),
+        ({"\udce9": object()}, r"extra\.\\udce9 is a object; accepted"),
+        ({"x": -(10**4300)}, r"extra\.x is a whole number of 14,285 bits; accepted: at most 4,300 digits\. Save it as a str"),
+        ({10**4300: 1}, r"a key of extra is a whole number of 14,285 bits; accepted: at most 4,300 digits"),
+        (nested(600, dict), r"extra(\.a)+\.* is nested too deeply; accepted: 125 levels, of which a dict takes three, a"),
+        (nested(600, list), r"extra(\.0)+\.* is nested too deeply"),
+        (nested(600, tuple), r"extra(\.0)+\.* is nested too deeply"),
     ],
 )
 def test_what_is_not_plain(value: Any, text: str) -> None:
@@ -86,8 +103,12 @@ def test_what_is_not_plain(value: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [{"a": 1}, {"tensor": "gone"}, {"dtype": "nn"}, {"float": "1e"}, {"dict": [[1.5, 2]]}, {"array": "gone"}, {}]
-)
+    "value",
+    [
+        {"a": 1}, {"tensor": "gone"}, {"dtype": "nn"}, {"float": "1e"}, {"dict": [[1.5, 2]]}, {"array": "gone"}, {},
+        {"text": "zz"}, {"text": "ff"}, {"text": 1}, {"dict": [[{"text": "ff"}, 2]]},
+    ],
+)  # fmt: skip
 def test_what_no_save_has_written(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"extra\.0 in the manifest is .*, which no save has written: was it edited\?"):
         decode([value], "extra", {})
