@@ -12,6 +12,7 @@ import pytest
 import torch
 from capped_blocks import take_step
 from capped_stack import ALL_AWAY, WIDTHS, Stack, default_tile, named_by, partitioned, seeded, tiles_of, too_small
+from edited_manifests import edit
 from tiers import context_of
 from training import adamw
 
@@ -113,9 +114,7 @@ def test_a_checkpoint_without_tiles(options: dict[str, Any], tmp_path: Path) -> 
     (tile,) = tiles_of(model)
     saved = zinf_compile.save(tmp_path, model, optimizer, wait=True)
     expected = steps(model, optimizer)
-    manifest = json.loads((saved / "manifest.json").read_text())
-    del manifest["settings"]["tiles"]
-    (saved / "manifest.json").write_text(json.dumps(manifest))
+    edit(saved / "manifest.json", lambda manifest: manifest["settings"].pop("tiles"))
     del model, optimizer
     start_anew()
     model, optimizer = compiled(partitioned(options), options)

@@ -43,7 +43,7 @@ def check_format(folder: Path, ranks: int, model: dict[str, torch.Tensor]) -> No
     names = {path.name for path in folder.iterdir()}
     assert all(re.fullmatch(r"manifest\.json|rank-\d{5}(\.json|-\d{4}\.safetensors)", name) for name in names), names
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest.keys() == {"format", "version", "mesh", "tensors", "settings", "ranks"}
+    assert manifest.keys() == {"format", "version", "mesh", "tensors", "settings", "ranks", "crc32c"}
     assert (manifest["format"], manifest["version"]) == ("zinf_compile checkpoint", 1)
     assert manifest["mesh"] == [{"axis": "shard", "size": ranks}]
     assert manifest["ranks"] == [crc32c((folder / f"rank-{rank:05}.json").read_bytes()) for rank in range(ranks)]

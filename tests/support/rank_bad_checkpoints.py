@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from damaged_saves import damage_a_state
+from edited_manifests import edit
 from named_cap import named_cap
 from rank_checkpoint import build, full, train
 from rank_load import placed
@@ -28,7 +28,6 @@ from training import BACKEND
 import zinf_compile
 from zinf_compile.checkpoint import reserved_space
 from zinf_compile.errors import BudgetError
-from zinf_compile.runtime.storage.engine import crc32c
 
 Damage = Callable[[Path], object]
 
@@ -71,12 +70,7 @@ def edited(folder: Path) -> None:
 
 def _renamed(folder: Path, name: str) -> None:
     """Let the manifest of rank 0 name another file, and the whole manifest have its checksum."""
-    path, manifest = folder / "rank-00000.json", folder / "manifest.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({name: content.pop(next(iter(content))), **content}))
-    whole = json.loads(manifest.read_text())
-    whole["ranks"][0] = crc32c(path.read_bytes())
-    manifest.write_text(json.dumps(whole))
+    edit(folder / "rank-00000.json", lambda content: content.update({name: content.pop(next(iter(content)))}))
 
 
 def outside(folder: Path) -> None:

@@ -25,7 +25,7 @@ from .background import BackgroundSave, PartMissingError, saving_together, wait_
 from .fit import named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, state_names
 from .local_buffers import add_local_buffers
-from .manifest import MANIFEST, as_json, rank_manifest, write_new
+from .manifest import MANIFEST, as_json, rank_manifest, with_checksum, write_new
 from .random_states import add_random_states, number_of_ranks, uses_numpy
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
@@ -203,7 +203,7 @@ def _checksum(manifest: Path, given_up: Callable[[], bool]) -> int:
 def _manifest(folder: Path, contents: RankContents, checksums: Sequence[int]) -> bytes:
     """Return the manifest of the whole. Raises `CheckpointError` where `load` would refuse it."""
     try:
-        text = as_json({**description(contents, len(checksums)), "ranks": checksums})
+        text = with_checksum(as_json({**description(contents, len(checksums)), "ranks": checksums}))
         read_manifest(folder / MANIFEST, text)
     except ValueError as error:
         raise CheckpointError(

@@ -22,7 +22,7 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.storage.engine import crc32c
 
 from .checkpoint_files import CheckpointFiles, LaterReading, Reading
-from .manifest import MANIFEST, rank_manifest, saved_name, saves_in
+from .manifest import MANIFEST, matches_own_checksum, rank_manifest, saved_name, saves_in
 from .parts_writer import CHECKED_BYTES
 from .rectangles import Rectangle, cut_rectangles
 from .regular_file import open_regular
@@ -43,6 +43,8 @@ class SavedFiles(CheckpointFiles):
         self._stretches = Stretches(self.folder)
         text = _read(self.folder / MANIFEST)
         manifest = read_manifest(self.folder / MANIFEST, text)
+        self.has_own_checksum = matches_own_checksum(text) is not None
+        """Whether the manifest was compared with a checksum of itself, which earlier versions haven't written."""
         self.checksum = crc32c(text)
         """Of the manifest, and so of all."""
         self.settings = manifest.settings
@@ -150,8 +152,20 @@ class _StretchReading:
 
 
 def read_manifest(path: Path, text: bytes) -> Manifest:
-    """Return what the text of a manifest says, which is or will be in `path`. Raises `CheckpointError` for anything else."""
-    return parse_manifest(path, _parsed(path, text))
+    """Return what the text of a manifest says, which is or will be in `path`.
+
+    Raises `CheckpointError` for anything else, and where it has a checksum of itself that differs.
+    """
+    differs = CheckpointError(
+        f"{path} is not the file that was saved: its checksum differs. Load an older checkpoint, or fetch it again"
+    )
+    matches = matches_own_checksum(text)
+    if matches is False:
+        raise differs
+    content = _parsed(path, text)
+    if matches is None and "crc32c" in content:  # not where `save` writes it
+        raise differs
+    return parse_manifest(path, content)
 
 
 def find_save(folder: str | os.PathLike[str]) -> str:

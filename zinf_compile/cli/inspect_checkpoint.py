@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from zinf_compile.checkpoint.manifest import saved_name, saves_in
+from zinf_compile.checkpoint.manifest import MANIFEST, saved_name, saves_in
 from zinf_compile.checkpoint.plain_values import decode, readable
 from zinf_compile.checkpoint.saved_files import Saved, SavedFiles
 from zinf_compile.checkpoint.saved_tensors import VERSION
@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> str:
                 count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
                 raise CheckpointError("\n  ".join([f"{files.folder} is damaged ({count}):", *problems]))
             found["verified"] = done
+            found["unverified"] = [] if files.has_own_checksum else [MANIFEST]
         older = [saved_name(number) for number in saves_in(files.folder.parent) if saved_name(number) != files.folder.name]
     return json.dumps(found, indent=2) if options.json else colored("\n".join(_lines(found, older)))
 
@@ -73,6 +74,7 @@ def examine(files: SavedFiles) -> dict[str, Any]:
         settings     whatever else was saved
         files        by name, bytes
         verified     with --verify: bytes of values that were read
+        unverified   with --verify: files without a checksum, which can't be checked
     """
     stand_ins = {key: _described(tensor) for key, tensor in files.tensors.items()}
     settings = files.settings
@@ -122,6 +124,7 @@ def _lines(found: Mapping[str, Any], older: list[str]) -> list[str]:
     ]
     if "verified" in found:
         facts.append(("verified", f"{found['verified']:,} bytes read, all checksums match"))
+        facts += [("not verified", f"{name}: an earlier version has saved it without a checksum") for name in found["unverified"]]
     lines = [tabulate(facts, tablefmt="plain", disable_numparse=True)]
     headers = ["tensor", "count", "shape", "type", "bytes"]
     lines += ["", "# tensors", tabulate(_rows(tensors), headers, intfmt=",")]

@@ -6,12 +6,12 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from edited_manifests import edit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,7 +19,6 @@ from torch import nn
 import zinf_compile
 from zinf_compile.checkpoint.saved_files import SavedFiles
 from zinf_compile.errors import CheckpointError, UnsupportedModelError
-from zinf_compile.runtime.storage.engine import crc32c
 
 
 class Small(nn.Module):
@@ -69,18 +68,6 @@ def refused(folder: Path, match: str, *, model: nn.Module | None = None, optimiz
     after = model.state_dict(), [] if optimizer == () else optimizer.state_dict()
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     return str(error.value)
-
-
-def edit(path: Path, change: Callable[[Any], None], *, resigned: bool = True) -> None:
-    """Change a JSON file of a checkpoint; `resigned`: the manifest has the checksums of what its ranks' have become."""
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    if resigned and path.name != "manifest.json":
-        edit(
-            path.parent / "manifest.json",
-            lambda manifest: manifest.update(ranks=[crc32c(path.read_bytes())]),
-        )
 
 
 def test_whole_it_loads(saved: Path) -> None:
