@@ -12,6 +12,12 @@ Note: Room for a save
     itself has nothing to write. Ranks then agree that each has its space, before any of them writes a byte; whoever is about to
     change a piece waits so long. That is the only exchange of these threads, over a control group of their own, once for each
     save on each rank, also on one that has failed by then.
+
+Note: Threads that save
+    Threads of one process take turns: one of them is in `save`, `wait_for_save` or at the end of a save, until it returns. What
+    goes on in the background is ended by the next one, which has its error then. No lock is held while it goes on, so that
+    whoever changes a piece or does a step waits for no other thread's `save`. On several ranks one thread of each makes these
+    calls, as collective operations need it.
 """
 
 from __future__ import annotations
@@ -48,6 +54,14 @@ _ROOM = "allocating a checkpoint"
 
 _current: list[BackgroundSave] = process_wide([])
 """The save under way, if there is one."""
+
+
+_turn = threading.RLock()  # entered again by a save of the same thread, as of a signal's handler
+
+
+def one_at_a_time() -> contextlib.AbstractContextManager[object]:
+    """Context in which no other thread of this process is. See Note: Threads that save."""
+    return _turn
 
 
 class Watched(Protocol):
@@ -133,7 +147,15 @@ class BackgroundSave:
             self.end()
 
     def end(self) -> None:
-        """Wait until it is committed on all ranks; raise the error of any of them on all. A collective operation."""
+        """Wait until it is committed on all ranks; raise the error of any of them on all. A collective operation.
+
+        Nothing where another thread has ended it meanwhile.
+        """
+        with one_at_a_time():
+            if self in _current:
+                self._end_together()
+
+    def _end_together(self) -> None:
         self._pieces.hurry()
         _poll(lambda: self._has_written)
         ended = self._of_ranks(self._status_at_end())
@@ -232,8 +254,9 @@ def wait_for_save() -> None:
     The next save and the end of the process wait, too. The error is raised on all ranks, once, here or at the start of the next
     step; training goes on as if nothing had been saved, and the checkpoint before stands.
     """
-    while _current:
-        _current[0].end()
+    with one_at_a_time():
+        while _current:
+            _current[0].end()
 
 
 def wait_alone() -> None:
@@ -263,6 +286,8 @@ def saving_together(ranks: Ranks | None, folder: str | os.PathLike[str]) -> cont
 
 
 def _forked() -> None:
+    global _turn  # noqa: PLW0603  (that of its parent may be locked for ever)
+    _turn = threading.RLock()
     for save in list(_current):
         save.abandon()
 

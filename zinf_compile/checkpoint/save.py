@@ -21,7 +21,7 @@ from zinf_compile.runtime.storage.engine import crc32c
 from zinf_compile.sharded.arguments import path_of, plain
 
 from .accumulated_gradients import add_gradients
-from .background import BackgroundSave, PartMissingError, saving_together, wait_for_save
+from .background import BackgroundSave, PartMissingError, one_at_a_time, saving_together, wait_for_save
 from .fit import named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, state_names
 from .local_buffers import add_local_buffers
@@ -61,12 +61,24 @@ def save(
     soon as it is updated. `wait_for_save` waits for all of it, and raises its errors.
 
     A process that is killed at any moment leaves the last save as it was, and the next save removes what it left. One job at a
-    time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not
-    plain, or a folder that another job saves to; `OSError` with errno and path. Where it writes nothing before it
-    returns, space is compared with what is free, and allocated in the background, before any rank writes a byte. What is raised
-    on one rank is raised on all, also for an argument that is wrong there alone; `RankMismatchError` where ranks give different
-    folders. Nothing of the training is changed.
+    time saves to a folder; threads of one process take turns. Returns the new folder. Raises `CheckpointError` naming a value of
+    `extra`, or a setting, that is not plain, or a folder that another job saves to; `OSError` with errno and path. Where it
+    writes nothing before it returns, space is compared with what is free, and allocated in the background, before any rank writes
+    a byte. What is raised on one rank is raised on all, also for an argument that is wrong there alone; `RankMismatchError` where
+    ranks give different folders. Nothing of the training is changed.
     """
+    with one_at_a_time():
+        return _save(folder, model, optimizer, extra or {}, keep, wait)
+
+
+def _save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    extra: Mapping[str, Any],
+    keep: int | None,
+    wait: bool,
+) -> Path:
     wait_for_save()
     model = plain(model)
     unit = agree_on_units(partitioned_parameters(model), "saving a checkpoint", "")
@@ -86,7 +98,7 @@ def save(
     devices = {tensor.device.type for tensor in state_names(model).values()}
     add_random_states(contents, size, devices, numpy=uses_numpy(ranks))
     with saving_together(ranks, place.folder):
-        contents.add_plain("extra", dict(extra or {}))
+        contents.add_plain("extra", dict(extra))
         if rank == 0:
             _manifest(place.folder, contents, [0] * size)  # what can't be read again is refused before anything is written
     if ranks is not None:
