@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
+from zinf_compile.checkpoint.rank_files import RankFiles
 from zinf_compile.checkpoint.reserved_space import ReservedSpace, reserved_in
 from zinf_compile.errors import CheckpointError, OptionError
 
@@ -308,6 +310,7 @@ def test_options_that_are_none(options: dict[str, Any], said: str) -> None:
 
 KILLED = """
 import os, signal, sys, torch, zinf_compile
+from zinf_compile.checkpoint.rank_files import RankFiles
 from zinf_compile.checkpoint.reserved_space import reserved_in
 from pathlib import Path
 model = torch.nn.Linear(300, 300)
@@ -326,3 +329,24 @@ def test_nothing_is_left_of_a_process_that_ends(end: str, tmp_path: Path) -> Non
     done = run_program(KILLED, str(tmp_path), end)
     assert done.returncode == (-9 if end == "kill" else 0), done.stderr
     assert names(tmp_path) == []
+
+
+def test_a_save_before_the_first_step_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dry run takes no file of it for a dead job's."""
+    finish = RankFiles.finish
+
+    def slowly(files: RankFiles) -> None:
+        time.sleep(1)
+        finish(files)
+
+    monkeypatch.setattr(RankFiles, "finish", slowly)
+    torch.compiler.reset()
+    model = Small()
+    compiled = torch.compile(model, backend=BACKEND, options={"checkpoint": tmp_path})
+    optimizer = torch.optim.SGD(trained(model), lr=0.01)
+    backward(compiled)
+    zinf_compile.save(tmp_path, model, optimizer, extra={"step": 0})
+    optimizer.step()
+    zinf_compile.wait_for_save()
+    assert names(tmp_path) == ["save-00000001"]
+    assert zinf_compile.load(tmp_path, model, optimizer) == {"step": 0}

@@ -36,7 +36,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.unpartitioned import models_of
 
 from .accumulated_gradients import add_gradients
-from .background import saving_together
+from .background import one_at_a_time, saving_together, wait_for_save
 from .fit import named_optimizers
 from .gathered import state_names
 from .local_buffers import add_any_buffers
@@ -59,8 +59,8 @@ _rehearsed: weakref.WeakKeyDictionary[Optimizer, set[CheckpointFolder]] = proces
 def rehearse(optimizer: Optimizer) -> None:
     """Make the dry run of a save for each folder that was announced for parameters of an optimizer. A collective operation.
 
-    Raises what the save would raise, on all ranks, and `OSError` where there is too little space for all checkpoints that are
-    kept and one more; nothing is updated then, and nothing is left in the folder.
+    Waits for a save under way, and raises its error. Raises what the save would raise, on all ranks, and `OSError` where there is
+    too little space for all checkpoints that are kept and one more; nothing is updated then, and nothing is left in the folder.
     """
     hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
     first: dict[CheckpointFolder, Unit] = {}
@@ -69,7 +69,9 @@ def rehearse(optimizer: Optimizer) -> None:
             first.setdefault(unit.checkpoint, unit)
     for folder, unit in first.items():
         if folder not in _rehearsed.get(optimizer, ()):
-            _Rehearsal(unit, folder).run(optimizer)
+            with one_at_a_time():
+                wait_for_save()  # whose files in that folder would be taken for those of a dead job
+                _Rehearsal(unit, folder).run(optimizer)
 
 
 class _Rehearsal:
