@@ -177,7 +177,7 @@ class RankContents:
             piece
             for key, tensor in tensors.items()
             if self.tensors[key].parts
-            for piece in memory_pieces(key, key, VALUE, tensor.detach().reshape(-1).to("cpu", copy=True))
+            for piece in memory_pieces(key, key, VALUE, _copied(tensor))
         ]
 
     def add_whole(self, key: str, tensor: torch.Tensor, *, rank: int | None = None) -> None:
@@ -210,7 +210,7 @@ class RankContents:
             size = format_of(tensor.dtype).bytes(tensor.numel())
             if size <= min(room, _SMALL_BYTES):
                 room -= size
-                self.pieces += memory_pieces(key, key, VALUE, self._whole.pop(key).detach().reshape(-1).to("cpu", copy=True))
+                self.pieces += memory_pieces(key, key, VALUE, _copied(self._whole.pop(key)))
 
     def release(self) -> None:
         """Let go of all values: gradients, say, may be dropped by whoever has them."""
@@ -302,7 +302,17 @@ def _described(
 def _in_pieces(key: str, flat: torch.Tensor) -> Values:
     step = format_of(flat.dtype).numel_within(BLOCK_BYTES)
     for start in range(0, flat.numel(), step):
-        yield key, start, flat[start : start + step].cpu()
+        yield key, start, _in_plain_memory(flat[start : start + step].cpu())
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a whole tensor, flat in host memory."""
+    return _in_plain_memory(tensor.detach().reshape(-1).to("cpu", copy=True))
+
+
+def _in_plain_memory(flat: torch.Tensor) -> torch.Tensor:
+    """Return a flat tensor whose memory has its elements one after the other, also of one that is expanded or conjugated."""
+    return flat.resolve_conj().resolve_neg().contiguous()
 
 
 def _parts_of(unit: Unit, parameter: torch.Tensor) -> list[ShardPart]:

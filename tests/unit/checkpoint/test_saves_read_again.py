@@ -91,6 +91,25 @@ def test_settings_that_the_reader_would_refuse(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("numel", [2, 1 << 19])  # copied, and written before `save` returns
+@pytest.mark.parametrize("kind", ["expanded", "conjugated", "negated", "turned"])
+def test_tensors_that_are_views(kind: str, numel: int, tmp_path: Path) -> None:
+    values = torch.complex(torch.arange(numel).float(), torch.ones(numel))
+    view = {
+        "expanded": torch.ones(1).expand(numel),
+        "conjugated": values.conj(),
+        "negated": values.conj().imag,
+        "turned": torch.arange(2 * numel).view(numel, 2).t(),
+    }[kind]
+    model = nn.Linear(3, 4)
+    model.register_buffer("seen", view)
+    zinf_compile.save(tmp_path, model, extra={"x": view}, wait=True)
+    other = nn.Linear(3, 4)
+    other.register_buffer("seen", torch.zeros_like(view.resolve_conj().resolve_neg().contiguous()))
+    assert torch.equal(zinf_compile.load(tmp_path, other)["x"], view)
+    assert torch.equal(other.seen, view)
+
+
 def test_manifests_are_ascii(tmp_path: Path) -> None:
     saved = zinf_compile.save(tmp_path, nn.Linear(3, 4), extra={"file": NAME}, wait=True)
     content = json.loads((saved / "manifest.json").read_bytes().decode("ascii"))
