@@ -60,6 +60,44 @@ def test_a_recurrent_layer_is_named() -> None:
     assert "call it from a module of your own, or set torch._dynamo.config.allow_rnn = True" in str(caught[0].message)
 
 
+class _Blocks(torch.nn.Module):
+    """Blocks in a loop, the first of which has a backward hook."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        blocks = [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.GELU()) for _ in range(3)]
+        self.blocks = torch.nn.ModuleList(map(_Own, blocks) if own else blocks)
+        self.blocks[0].register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 0.5,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class _Own(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_a_module_with_a_backward_hook_is_named_and_the_way_out_works() -> None:
+    model = _Blocks(own=False)
+    model.compile(backend="zero_infinity", options={"compute": "fx", "params": "device"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 6, requires_grad=True)).backward()
+    with pytest.warns(UserWarning, match="a module with a backward hook, as 'blocks.0'") as caught:
+        optimizer.step()
+    assert "let the modules of that loop be of a class of your own, and hook these" in str(caught[0].message)
+    model = _Blocks(own=True)
+    model.compile(backend="zero_infinity", options={"compute": "fx", "params": "device"})
+    model(torch.ones(2, 6, requires_grad=True)).backward()
+    assert all(isinstance(p, ShardedParameter) for p in model.parameters())
+
+
 @pytest.mark.usefixtures("_traces_recurrent_layers")
 def test_as_the_warning_says_it_is_compiled() -> None:
     model = Recurrent()

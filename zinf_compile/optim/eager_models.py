@@ -84,10 +84,7 @@ def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str,
         return  # graphs read what it has gathered, never these
     groups = [given.get("options", given).get("process_group") for _, given in own_backends(module)]
     size = max(dist.get_world_size(group) for group in groups) if dist.is_initialized() else 1
-    layers = (type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase))
-    recurrent = next(layers, "") if LEAVES_RECURRENT_FORWARDS else ""
-    reason = f"one that calls an nn.{recurrent}" if recurrent else "one with a graph break in a loop"
-    way = "call it from a module of your own, or set torch._dynamo.config.allow_rnn = True" if recurrent else ""
+    reason, way = _likely_reason(module)
     name = type(getattr(module, "_orig_mod", module)).__name__
     found = (
         f'torch.compile(backend="zero_infinity") has compiled nothing of {name} that uses its parameters, before this step of '
@@ -96,8 +93,25 @@ def _check_module(module: nn.Module, trained: set[torch.Tensor], optimizer: str,
         "TORCH_COMPILE_DISABLE, set_stance() or its recompile limit; or functional_call() replaced the parameters. None is "
         "partitioned"
     )
-    help_ = f"{way or 'let a module of its own have what breaks the graph'}; TORCH_LOGS=graph_breaks names the places"
+    help_ = f"{way}; TORCH_LOGS=graph_breaks names the places"
     if size > 1:
         raise UnsupportedModelError(f"{found}, and no gradient is averaged over the {size} ranks: {help_}")
     drops = ", and the step drops the master copies that were loaded" if masters else ""
     warnings.warn(f"{found} or leaves the device, and no cap holds{drops}: {help_}", stacklevel=_CALLER)
+
+
+def _likely_reason(module: nn.Module) -> tuple[str, str]:
+    """Return which of the forwards that Dynamo leaves to eager code a module's may be, and what to do about it."""
+    layers = (type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase))
+    if LEAVES_RECURRENT_FORWARDS and (recurrent := next(layers, "")):
+        return (
+            f"one that calls an nn.{recurrent}",
+            "call it from a module of your own, or set torch._dynamo.config.allow_rnn = True",
+        )
+    hooked = next((name for name, part in module.named_modules() if part._backward_hooks or part._backward_pre_hooks), None)
+    if hooked:
+        return (
+            f"one that calls in a loop a module with a backward hook, as {hooked!r}",
+            "let the modules of that loop be of a class of your own, and hook these, or hook tensors (register_hook)",
+        )
+    return "one with a graph break in a loop", "let a module of its own have what breaks the graph"
