@@ -11,6 +11,8 @@ full_copies — Full units that stay on the device until their values change, so
     `reshard_after_backward=False`.
 inflight — Limits of what transfers under way may hold.
 ledger — The account of the bytes that the runtime holds, by kind.
+named_caps — The caps that refusals name, by the options that set them: `device_memory` is of one rank, `host_memory` of all
+    of a node.
 own_storage — Tensors of the same memory as others, with a storage of their own that begins where the values do.
 pending_gradients — Gradients in memory that deferred steps have still to apply: there beside the next forward, but never
     beside a backward.

@@ -12,6 +12,7 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.memory.ledger import Kind
+from zinf_compile.runtime.memory.named_caps import name_cap
 from zinf_compile.runtime.system.process_wide import process_wide
 
 from .backing import HostBacking, NvmeBacking, ShardBacking
@@ -75,11 +76,10 @@ def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None
     if not context.memory.has_room(ledger, size):
         gc.collect()
     if not context.memory.has_room(ledger, size):
-        option = "host_memory (for each rank of a node)" if on_host and context.link.topology.host_apart else "device_memory"
+        named = name_cap(context.memory, ledger, context.memory.least_cap(ledger, size))
         raise BudgetError(
-            f"a tensor partitioned like {unit.name} takes {size:,} bytes on this rank. The smallest {option} that works is "
-            f"{context.memory.least_cap(ledger, size):,}. Or drop other tensors, or let parameters live on a drive (option "
-            'params="nvme"), where such tensors then live too'
+            f"a tensor partitioned like {unit.name} takes {size:,} bytes on this rank. {named}. Or drop other tensors, or let "
+            'parameters live on a drive (option params="nvme"), where such tensors then live too'
         )
 
 

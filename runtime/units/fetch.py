@@ -13,6 +13,7 @@ import torch
 
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.memory.named_caps import name_cap
 from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.storage.mapped_file import map_copy
 from zinf_compile.runtime.system.process_wide import process_wide
@@ -115,12 +116,8 @@ def shortage(unit: Unit, ledger: Ledger, size: int | None = None) -> str:
     on_device = ledger is context.memory.ledger
     cap = context.memory.reservations.device_cap if on_device else context.memory.reservations.host_cap
     held = ledger.total()[0]
-    option = "device_memory" if on_device else "host_memory (for each rank of a node)"
-    least = context.memory.least_cap(ledger, size)
-    return (
-        f"parameter {unit.name} takes {size:,} bytes whole; {held:,} are held beside it and {cap:,} are allowed. The "
-        f"smallest {option} that works is {least:,}"
-    )
+    named = name_cap(context.memory, ledger, context.memory.least_cap(ledger, size))
+    return f"parameter {unit.name} takes {size:,} bytes whole; {held:,} are held beside it and {cap:,} are allowed. {named}"
 
 
 def reserve(unit: Unit, ledger: Ledger, size: int | None = None) -> None:

@@ -126,7 +126,7 @@ def amsgrad(parameters: Any) -> torch.optim.Optimizer:
 def test_later_refusals_name_what_works_as_well(option: str) -> None:
     """The step, or a second backward, says what works with all states and second gradients: of the option that was given."""
     widths = (300, 300, 64)
-    first = named_by(refusal_of(Stack(*widths), {option: 1}))
+    first = named_by(refusal_of(Stack(*widths), {option: 1}), option)
     said = refusal_of(Stack(*widths), {option: first}, kind=amsgrad)
     least = named_by(said, option)
     train(Stack(*widths), {option: least}, kind=amsgrad)
@@ -216,7 +216,7 @@ def test_caps_for_reading_states_from_a_drive(read: Any, option: str, tmp_path: 
             return str(error)
         return ""
 
-    least = named_by(refusal_of(Stack(200, 300), {**options, option: 1}))
+    least = named_by(refusal_of(Stack(200, 300), {**options, option: 1}), option)
     refused = said(least)
     assert refused, "the states are on the drive, and there was no room for them in memory"
     works = named_by(refused, option)

@@ -17,8 +17,8 @@ from zinf_compile.ir.sizes import CHUNK_BUFFERS, STAGING_BYTES, Sides
 from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.named_caps import name_host_memory
 from zinf_compile.runtime.memory.reservations import Reservation
-from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.unit import Unit
 
 from .allowed_homes import farthest_homes
@@ -26,7 +26,7 @@ from .caps import agree_on_memory, find_caps, held_bytes
 from .other_graphs import copies_to_come
 from .parameter import has_gradient
 from .short_ranks import Lack, refusal_text
-from .shortage import advice_for_shards, gradient_bytes, name_cap
+from .shortage import advice_for_shards, gradient_bytes, name_cap, name_smallest
 
 
 def check_shards(
@@ -51,7 +51,7 @@ def check_shards(
             f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: "
             f"{model.resident.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
-            f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
+            f"{caps.device_source if cap == caps.device else caps.host_source}); {name_smallest(caps.options(topology), needed)}"
             + advice_for_shards(nearest, topology=topology, side=Tier.DEVICE)
         )
     host = here.host + held_bytes(context.memory.host_ledger, here.host, caps.host) if topology.host_apart else 0
@@ -59,7 +59,7 @@ def check_shards(
         raise BudgetError(
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: "
             f"{model.resident.host:,} of parameters and gradients, and {largest.name} whole{_blocks(staging)}. "
-            f"{caps.host:,} are allowed ({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
+            f"{caps.host:,} are allowed ({caps.host_source}); {name_host_memory(host)}"
             + advice_for_shards(nearest, topology=topology, side=Tier.HOST)
         )
     if staging and not context.memory.reservations.staging:

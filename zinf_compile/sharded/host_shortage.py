@@ -7,7 +7,8 @@ import math
 from typing import NamedTuple
 
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.system.host_limits import RESERVE, ranks_of_node, usable_host_bytes
+from zinf_compile.runtime.memory.named_caps import name_host_memory
+from zinf_compile.runtime.system.host_limits import RESERVE, usable_host_bytes
 
 from .shortage import name_device_memory
 
@@ -44,7 +45,7 @@ def host_shortage(context: Context, needed: int) -> Shortage | None:
     ):
         named.append(name_device_memory(context, of_device))
     if reservations.declared_host is not None and of_host > reservations.declared_host:
-        named.append(f"the smallest host_memory that works is {of_host * ranks_of_node():,}")
+        named.append(name_host_memory(of_host))
     if needed > usable_host_bytes():
         named.append(f"{math.ceil(needed / (1 - RESERVE)):,} bytes of memory would have to be free for this process")
     text = "; ".join(named)

@@ -12,7 +12,7 @@ from zinf_compile.errors import BudgetError
 from zinf_compile.ir.compute_shape import LEAST_TILE, default_tile
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.system.host_limits import ranks_of_node
+from zinf_compile.runtime.memory.named_caps import name_host_memory, options_to_raise
 from zinf_compile.runtime.units.unit import Unit
 
 from .short_ranks import Worst
@@ -88,13 +88,13 @@ def refusal_elsewhere(needs: Sequence[Need], smallest: Mapping[Tier, int], worst
         need = next(need for need in needs if need.side == side)
         said.append(
             f"the model needs {needed:,} bytes on the {side} of rank {rank}. {need.cap:,} are allowed ({need.source}); "
-            f"{_named(need, smallest[side])}{_of_batch(need, needed)}"
+            f"{name_smallest(need.options, smallest[side])}{_of_batch(need, needed)}"
         )
     return BudgetError(". ".join(said))
 
 
 def _part(need: Need, works: int) -> str:
-    named = _named(need, works)
+    named = name_smallest(need.options, works)
     what = (
         f"{need.text}. {need.cap:,} are allowed ({need.source}); {named}"
         if need.needed > need.cap
@@ -115,11 +115,12 @@ def _of_batch(need: Need, needed: int) -> str:
     return f". {BATCH_TOO_LARGE}" if needed > need.cap >= needed - need.compute else ""
 
 
-def _named(need: Need, works: int) -> str:
-    if need.side == Tier.HOST and need.options:
-        return f"the smallest host_memory that works is {works * need.options['host_memory']:,}"
-    both = " and ".join(f"{works * ranks:,} of {option}" for option, ranks in need.options.items())
-    more = f" ({both})" if len(need.options) > 1 else ""
+def name_smallest(options: Mapping[str, int], works: int) -> str:
+    """Name the cap with which each rank may hold `works` bytes by `options` that set it, each with the ranks that share it."""
+    if [*options] == ["host_memory"]:
+        return f"the smallest host_memory that works is {works * options['host_memory']:,}"
+    both = " and ".join(f"{works * ranks:,} of {option}" for option, ranks in options.items())
+    more = f" ({both})" if len(options) > 1 else ""
     return f"the smallest that works is {works:,}{more}"
 
 
@@ -206,16 +207,14 @@ def name_cap(context: Context, side: Tier, works: int, *, smallest: bool = True)
 
     It may not be the `smallest`: some of it, or none, is for units that stay gathered.
     """
-    reservations = context.memory.reservations
-    host = f"host_memory that works is {works * ranks_of_node():,}"
     if side == Tier.HOST:
-        return f"the smallest {host}"
-    of_host = (
-        not context.link.topology.host_apart and reservations.declared_host is not None and reservations.declared_host < works
-    )
-    of_device = reservations.declared_device is not None and reservations.declared_device < works
-    named = [name_device_memory(context, works, smallest=smallest)] if of_device or not of_host else []
-    named += [f"{'the smallest' if smallest else 'a'} {host}"] if of_host else []
+        return name_host_memory(works)
+    named = [
+        name_host_memory(works, smallest=smallest)
+        if option == "host_memory"
+        else name_device_memory(context, works, smallest=smallest)
+        for option in options_to_raise(context.memory, context.memory.ledger, works)
+    ]
     return "; ".join(named) + ("" if smallest else ", or less with reshard_after_forward=True")
 
 
