@@ -188,6 +188,14 @@ class Reservations:
         ]
         return max((_within(least, planned, wish) for least, planned, wish in found), default=held + second)
 
+    def above(self, side: Tier, cap: int, needed: int) -> int:
+        """Return the smallest cap where `needed` bytes exceed the one in force, `cap`, though `works` is no more than that.
+
+        Some graph runs as far ahead as one compiled before it, which had more room: in a larger cap, further.
+        """
+        wish = max((made.wish[_SIDES.index(side)] for made in self._counted), default=0)
+        return _within(needed, cap, wish)
+
     @property
     def keeps_more(self) -> bool:
         """Whether a graph would keep more full units gathered for its backward within a larger cap."""

@@ -20,7 +20,9 @@ from training import BACKEND, adamw, plain_step
 import zinf_compile
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
+from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system import host_limits
+from zinf_compile.sharded.budget_checks import lack_of_second_gradients
 from zinf_compile.sharded.parameter import ShardedParameter, unit_behind
 
 SMALL_PIECES = {"compute_shape": {"piece_numel": 128}}
@@ -255,3 +257,23 @@ def test_what_a_graph_claims_goes_with_it(tmp_path: Path) -> None:
     loss_of(second(*tokens(0))).backward()
     del first
     adamw(second.parameters()).step()
+
+
+def test_a_second_backward_names_more_than_the_cap_in_force() -> None:
+    """A graph's plan runs further ahead than another of its caps would let it, as one that follows an earlier graph's does."""
+    model = Layers()
+    model.compile(backend=BACKEND, options={"compute": "fx", "device_memory": "4MiB"})
+    optimizer = adamw(model.parameters())
+    for loss in losses_of_step(model, 0):
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    parameter = next(model.parameters())
+    assert isinstance(parameter, ShardedParameter)
+    context = parameter._zinf_unit.context
+    passing = 4 << 20
+    ahead = Reservation(passing=passing, left=0, reduced=0, chunk_buffers=1, backward=True)
+    context.memory.reservations.add(ahead)
+    (lack,) = lack_of_second_gradients(context, [parameter._zinf_unit]).values()
+    assert lack.short
+    assert lack.works >= lack.needed

@@ -134,7 +134,7 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     if needed > cap:
         more = gradient_bytes(context, context.units)[side]
         works = reservations.works(side, held + slots + states + staying, second=more, unforeseen=True)
-        works = needed if works <= cap else works  # graphs that were compiled under another cap are not planned anew
+        works = works if works > cap else reservations.above(side, cap, needed)
         second = f", with {more:,} for second gradients while they accumulate" if more else ""
         named = name_cap(context, side, works, smallest=not reservations.keeps_more or works <= reservations.planned(side))
         raise BudgetError(
@@ -166,11 +166,12 @@ def lack_of_second_gradients(context: Context, units: Iterable[Unit]) -> dict[Ti
             works = reservations.works(side, held, second=more)
             if not ledger.now()["states"]:  # no step was made yet
                 works = max(works, reservations.planned(side))
+            needed = held + more + passing
             lacks[side] = Lack(
-                needed=held + more + passing,
+                needed=needed,
                 cap=cap,
-                works=works,
-                text=f"a second backward before the step needs {held + more + passing:,} bytes on the {side} of this rank: "
+                works=works if needed <= cap or works > cap else reservations.above(side, cap, needed),
+                text=f"a second backward before the step needs {needed:,} bytes on the {side} of this rank: "
                 f"{held:,} are held, {more:,} second gradients until they are added to the first, {passing:,} pass at once",
             )
     return lacks

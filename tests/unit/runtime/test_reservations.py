@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES, Sides
+from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES, UNFORESEEN, Sides
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.memory.reservations import Reservation, Reservations
 
 LEAST, PASSING = Sides(100, 10), Sides(5000, 500)
@@ -45,3 +48,13 @@ def test_a_graph_of_larger_caps_counts_with_its_least_within_smaller_ones(caps: 
     assert reservations.passing_within(Sides(9000, 900)) == PASSING
     assert reservations.staging == (STAGING_BYTES if expected == PASSING else BLOCK_BYTES)
     assert reservations.staging_limit == reservations.staging
+
+
+def test_the_cap_above_one_whose_plans_run_ahead_leaves_room_for_them_to_run_further() -> None:
+    reservations = Reservations()
+    made = dataclasses.replace(made_within(Sides(9000, 900)), wish=Sides(700, 70))
+    assert reservations.above(Tier.DEVICE, 9000, 9010) == 9010
+    reservations.add(made)
+    assert reservations.above(Tier.DEVICE, 9000, 9010) == 9010 + (UNFORESEEN - 1) * 10
+    assert reservations.above(Tier.DEVICE, 9000, 9900) == 9900 + 700
+    assert reservations.above(Tier.HOST, 900, 990) == 990 + 70
