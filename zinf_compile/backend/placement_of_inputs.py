@@ -34,7 +34,8 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
             found = getattr(unit.placement, field.name)
             if found == ():  # no folders: no state is on a drive, saved values may be
                 continue
-            if found != getattr(wanted, field.name) and not _reduces_alike(unit, wanted, field.name):
+            same = found == getattr(wanted, field.name) or _lives_alike(unit, wanted, field.name)
+            if not same and not _reduces_alike(unit, wanted, field.name):
                 raise _contradiction(unit, field.name, getattr(config, field.name), found)
     shape = config.compute_shape or {}
     for unit in units if "piece_numel" in shape and "compute_shape" in given else ():
@@ -85,6 +86,15 @@ def refuse_closed(inputs: Sequence[Any]) -> None:
         unit = unit_of(value)
         if unit is not None:
             _ = unit.context.ranks  # a closed context raises
+
+
+def _lives_alike(unit: Unit, wanted: Placement, option: str) -> bool:
+    """Return whether `option` is a kind of states that lives in the same memory: the host's may be the device."""
+    if option not in KINDS:
+        return False
+    side = unit.context.link.topology.side
+    found, asked = side(getattr(unit.placement, option)), side(getattr(wanted, option))
+    return found is not None and found == asked
 
 
 def _reduces_alike(unit: Unit, wanted: Placement, option: str) -> bool:

@@ -80,3 +80,14 @@ def test_a_graph_that_is_compiled_again_has_the_signature_of_the_first_time(nume
     first = with_piece(Config(), [], numel)
     inputs = partitioned(compute_shape={"piece_numel": first.shape().piece_numel})
     assert with_piece(Config(), inputs, numel).signature() == first.signature()
+
+
+@pytest.mark.parametrize("kind", ["params", "grads", "optimizer"])
+def test_where_the_device_is_host_memory_their_words_mean_the_same(kind: str, tmp_path: Path) -> None:
+    """The other kinds have homes of their own to choose, which changes how this one is written down."""
+    for word in ("host", "device"):
+        options = {kind: word, "nvme": tmp_path}
+        followed(partitioned(**options), **options)
+        followed(partitioned(**options), **{kind: "device" if word == "host" else "host"})
+    with pytest.raises(OptionError, match=f"option {kind}='host', but parameter weight was partitioned with {kind}='nvme'"):
+        followed(partitioned(**{kind: "nvme"}, nvme=tmp_path), **{kind: "host"})
