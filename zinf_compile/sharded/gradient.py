@@ -290,10 +290,15 @@ class ShardedGradient(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if value is not self:
+        if value is not self and not self._is_converted(value):
             other = replaced(self, value, f"the gradient of {self._unit.name}")
             assert isinstance(other, ShardedGradient), "a copy is partitioned alike"
             self._shard, self._pending = other._shard, other._pending
+
+    def _is_converted(self, value: torch.Tensor) -> bool:
+        """Say whether it is converted with its parameter inside `gathered`, which refuses what became of that at its end."""
+        parameter = self._unit.parameter()
+        return type(parameter) is torch.nn.Parameter and isinstance(value, torch.Tensor) and value.dtype != self.dtype
 
     def set_(self, *source: Any) -> torch.Tensor:
         if len(source) != 1 or not isinstance(source[0], torch.Tensor):
