@@ -9,6 +9,7 @@ import torch
 from drawn_plans import DrawnPlan, plans, train_under
 from hypothesis import given, settings
 from marks import more
+from rank_experts import train_experts
 from rank_planners import train_on_a_slow_drive, train_under_planners
 from ranks import run_ranks
 
@@ -56,3 +57,8 @@ def test_all_ranks_plan_again_alike_and_each_draws_its_step(tmp_path: Path) -> N
         assert collectives == found[0][2]
         assert "measured / planned" in page
     assert "rank 1 of 2" in found[1][3]
+
+
+@pytest.mark.distributed
+def test_layers_whose_graphs_name_parameters_alike_follow_plans_of_their_own_homes(tmp_path: Path) -> None:
+    assert run_ranks(train_experts, 2, str(tmp_path), "greedy") == run_ranks(train_experts, 2, str(tmp_path), None)

@@ -41,7 +41,8 @@ Room = Callable[[fx.Graph, int], tuple[float, float]]
 """Takes a graph and the bytes of its units; returns the bytes of device and host for what is gathered or on its way."""
 
 _plans: dict[Hashable, Plan] = process_wide({})
-"""Plans that all ranks have, by options and collectives: a rank that compiles again alone, for another batch, keeps to them."""
+"""Plans that all ranks have, by options, collectives and homes: two layers may have the same names, and live apart. A rank
+that compiles again alone, for another batch, keeps to them."""
 
 _NEAR = ("just_in_time", "one_ahead")
 """Planners that use no more memory than fixed rules do."""
@@ -94,7 +95,7 @@ class GraphPlanner:
         members = unit_members([graph], self.home)
         whole = 0 if self._name in _NEAR else sum(slot.bytes for slots in members.values() for slot in slots)
         problem = self._problem(graph, room(graph, whole), is_backward=is_backward)
-        key = (self._key, ahead_key(graph))
+        key = (self._key, ahead_key(graph), tuple(unit.home for unit in problem.units))
         if self._ranks is not None and self._ranks.size > 1:
             problem, plan = self._plan_of_all(self._ranks, problem, key)
         else:
