@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ def counting(act: Callable[[int, str, tuple[Any, ...]], object]) -> Iterator[Non
 
         return call
 
+    gc.collect()  # files that an earlier save has left open are closed now, and not among the calls
+    gc.disable()
     for name in CALLS:
         setattr(os, name, watched(name))
     try:
@@ -35,6 +38,7 @@ def counting(act: Callable[[int, str, tuple[Any, ...]], object]) -> Iterator[Non
     finally:
         for name, function in really.items():
             setattr(os, name, function)
+        gc.enable()
 
 
 class Dying:
