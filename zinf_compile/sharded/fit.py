@@ -78,9 +78,8 @@ class Fit:
         self._transfers = [TransferNeeds(graph) for graph in graphs]
         self._needs: dict[Hashable, GraphMemory] = {}
         self._least: dict[Hashable, tuple[int, int]] = {}
-        self._gradients_to_come = 0
-        if self._budget.compute.counts and len(graphs) == 1:
-            self._gradients_to_come = gradients_to_come(self._budget.counted, self._transfers[0].memory(counts_all).gathered)
+        evaluated = self._budget.counted if self._budget.compute.counts and len(graphs) == 1 else ()
+        self._gradients_to_come = gradients_to_come(evaluated, self._transfers[0].memory(counts_all).gathered)
         """Where these are of an evaluation: bytes of gradients of as much as it gathers at once."""
 
     @property
