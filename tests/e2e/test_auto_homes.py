@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,49 +233,49 @@ def test_a_small_model_trains_within_less_than_its_states_take(tmp_path: Path) -
     assert losses == trained()[0]
 
 
-def test_an_evaluation_before_the_first_step_leaves_room_for_training(tmp_path: Path) -> None:
-    """It decides the homes, with the tiles that are given, as the training graph would have."""
+class Evaluated:
+    """Training within a cap, after an evaluation or without one."""
 
-    def train(cap: int, *, evaluated: bool) -> list[float]:
+    def __init__(self, build: Callable[[], nn.Module], x: torch.Tensor, **options: Any) -> None:
+        self._build, self._x, self._options = build, x, options
+        with pytest.raises(BudgetError) as refused:
+            self.losses(1)
+        self.least = named_cap(refused.value)
+
+    def losses(self, cap: int, *, evaluated: bool = False) -> list[float]:
+        """Return those of two steps."""
         torch.compiler.reset()
         zinf_compile.reset()
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)))
-        options = {"nvme": str(tmp_path), "device_memory": cap, "tile": "1MiB"}
-        compiled = torch.compile(model, backend=BACKEND, options=options)
-        optimizer, x = adamw(model.parameters()), torch.linspace(-1, 1, 256 * 128).view(256, 128)
+        model = self._build()
+        compiled = torch.compile(model, backend=BACKEND, options={**self._options, "device_memory": cap})
+        optimizer = adamw(model.parameters())
         if evaluated:
             with torch.no_grad():
-                compiled(x)
-        return [plain_step(lambda x: compiled(x).square().mean(), optimizer, (x,)).item() for _ in range(2)]
+                compiled(self._x)
+        return [plain_step(lambda x: compiled(x).square().mean(), optimizer, (self._x,)).item() for _ in range(2)]
 
-    with pytest.raises(BudgetError) as refused:
-        train(1, evaluated=False)
-    least = named_cap(refused.value)
-    expected = train(least, evaluated=False)
+
+def test_an_evaluation_before_the_first_step_leaves_room_for_training(tmp_path: Path) -> None:
+    """It decides the homes, with the tiles that are given, as the training graph would have."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)))
+
+    training = Evaluated(build, torch.linspace(-1, 1, 256 * 128).view(256, 128), nvme=str(tmp_path), tile="1MiB")
+    expected = training.losses(training.least)
     for beside in (0, 100_000, 1_000_000, 2_500_000):
-        assert train(least + beside, evaluated=True) == expected
+        assert training.losses(training.least + beside, evaluated=True) == expected
 
 
 def test_an_evaluation_before_the_first_step_cuts_parameters_for_training(tmp_path: Path) -> None:
     """All caps work with which training works that comes first: it has the tiles that a backward needs."""
 
-    def train(cap: int, *, evaluated: bool) -> list[float]:
-        torch.compiler.reset()
-        zinf_compile.reset()
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)), nn.Linear(128, 4096), nn.Linear(4096, 128))
-        compiled = torch.compile(model, backend=BACKEND, options={"nvme": str(tmp_path), "device_memory": cap})
-        optimizer, x = adamw(model.parameters()), torch.linspace(-1, 1, 16 * 128).view(16, 128)
-        if evaluated:
-            with torch.no_grad():
-                compiled(x)
-        return [plain_step(lambda x: compiled(x).square().mean(), optimizer, (x,)).item() for _ in range(2)]
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)), nn.Linear(128, 4096), nn.Linear(4096, 128))
 
-    with pytest.raises(BudgetError) as refused:
-        train(1, evaluated=False)
-    least = named_cap(refused.value)
-    expected = train(least, evaluated=False)
+    training = Evaluated(build, torch.linspace(-1, 1, 16 * 128).view(16, 128), nvme=str(tmp_path))
+    expected = training.losses(training.least)
     for parts in (8, 9, 10, 12, 16):
-        found = train(least * parts // 8, evaluated=True)
+        found = training.losses(training.least * parts // 8, evaluated=True)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)

@@ -14,11 +14,16 @@ import zinf_compile
 from zinf_compile.optim.state_layout import without_note
 
 
+def places(folder: str) -> list[dict[str, Any]]:
+    """Return the options with which states are in memory, on a drive, and everything is there."""
+    everything = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+    return [{}, {"optimizer": "nvme", "nvme": folder}, {**everything, "nvme": folder}]
+
+
 def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
     """Return losses, parameters and this rank's states for each."""
     results = []
-    everything = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
-    for options in ({}, {"optimizer": "nvme", "nvme": folder}, {**everything, "nvme": folder}):
+    for options in places(folder):
         torch.manual_seed(7)
         losses: list[float] = []
         whole: list[Any] = []
@@ -40,11 +45,7 @@ def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
 def switch_momentum_on(rank: int, size: int, folder: str) -> list[Any]:
     """Return losses and parameters of training whose momentum begins late, for each place of the states."""
     results = []
-    for options in (
-        {},
-        {"optimizer": "nvme", "nvme": folder},
-        {**dict.fromkeys(("params", "grads", "optimizer"), "nvme"), "nvme": folder},
-    ):
+    for options in places(folder):
         torch.manual_seed(7)
         model = CASES["tied"].build()
         model.compile(backend=BACKEND, options={**options, **in_pieces(128)})
