@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zinf_compile.runtime.system.host_limits import ranks_of_node
+from zinf_compile.runtime.system.node import ranks_of_node
 
 from .ledger import Ledger
 from .rank_memory import Memory

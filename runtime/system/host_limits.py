@@ -14,6 +14,7 @@ from zinf_compile.ir.sizes import parse_bytes
 
 from .accelerator import free_and_total_bytes
 from .cgroups import available_memory_bytes, find_limits, memory_limit_bytes
+from .node import ranks_of_node
 from .process_wide import process_wide
 
 RESERVE = 0.1
@@ -21,11 +22,6 @@ RESERVE = 0.1
 
 _told: set[str] = process_wide(set())
 """Warnings that this process was given."""
-
-
-def ranks_of_node() -> int:
-    """Return how many ranks share this node, as torchrun says."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or "1"))
 
 
 def usable_host_bytes() -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp
+from models import Mlp, vectors
 from named_cap import named_cap
 from rank_reduce_dtype import build, prepare, smallest_cap
 from stepped_pairs import clones, step
@@ -123,3 +124,25 @@ def average_within(rank: int, world: int, folder: str, cap: int) -> int:
     assert all(average.numel() for average in clones(model))
     peak: int = zinf_compile.stats(model)["memory"]["device"]["peak"]["all"]
     return peak
+
+
+def host_memory_of_this_node(rank: int, ranks: int) -> tuple[int, int, str]:
+    """Return the `host_memory` that a refusal names, the most bytes that this rank then held in training, and the refusal."""
+    assert "LOCAL_WORLD_SIZE" not in os.environ, "nothing says how many share the node, as with torch.multiprocessing.spawn"
+
+    def trained(cap: int) -> Mlp:
+        torch.compiler.reset()
+        model = compiled(Mlp(), {"compute": "fx", "host_memory": cap})
+        optimizer = adamw(model.parameters())
+        for number in range(2):
+            model(*vectors(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    with pytest.raises(BudgetError) as caught:
+        trained(1)
+    (found,) = re.findall(r"[Tt]he smallest host_memory that works is ([\d,]+)", str(caught.value))
+    cap = same_on_all(int(found.replace(",", "")))
+    peak: int = zinf_compile.stats(trained(cap))["memory"]["device"]["peak"]["all"]  # the host's memory
+    return cap, peak, str(caught.value)

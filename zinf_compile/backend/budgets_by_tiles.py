@@ -18,7 +18,7 @@ from zinf_compile.config import Config
 from zinf_compile.ir.compute_shape import piece_of
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.system.host_limits import ranks_of_node
+from zinf_compile.runtime.system.node import ranks_of_node
 from zinf_compile.sharded.budget import GraphBudget
 
 from .capture import Captured, cut_into_tiles

@@ -27,7 +27,7 @@ from zinf_compile.plan.memory_model import TransientMemory, held_memory, model_m
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation, references
-from zinf_compile.runtime.system.host_limits import ranks_of_node
+from zinf_compile.runtime.system.node import ranks_of_node
 from zinf_compile.runtime.units.create import shard_group_of
 
 from .caps import Caps, Collection, collect_unused, find_caps, held_bytes

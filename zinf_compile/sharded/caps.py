@@ -13,7 +13,8 @@ from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.rank_memory import Memory
-from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
+from zinf_compile.runtime.system.host_limits import usable_bytes
+from zinf_compile.runtime.system.node import count_ranks, node_id, ranks_of_node
 
 _PROCESS = "what this process may use"
 
@@ -51,8 +52,13 @@ class Caps:
 
 
 def agree_on_memory(context: Context) -> None:
-    """Let several ranks go by the memory of the one that has least: plans must not differ. Collective, once for each context."""
+    """Let several ranks go by the memory of the one that has least: plans must not differ. Collective, once for each context.
+
+    And by the number of those that share a node.
+    """
     if context.size > 1 and context.memory.usable is None:
+        here = torch.tensor([node_id()], dtype=torch.float64)
+        count_ranks(context.ranks.exchange(here, what="the node of each rank").flatten().tolist())
         mine = torch.tensor(usable_bytes(context.device), dtype=torch.float64)
         device, host = context.ranks.exchange(mine, what="the memory that each rank may use").amin(0).tolist()
         context.memory.usable = int(device), int(host)
