@@ -47,7 +47,9 @@ BESIDE = 128 << 20
 LOGITS = 4
 """Tensors as large as the logits that compute holds at a time, for which the cap has room, too."""
 DECIDED = "-auto"
-"""Behind a place: homes are the compiler's decision."""
+"""Behind a place: homes are the compiler's decision, by a profile of the links where they are simulated."""
+MEMORY_RATE = 1e10
+"""Bytes per second of memory in that profile."""
 LOW, HIGH = 0.90, 1.10
 """Measured / simulated, as it should be."""
 
@@ -121,6 +123,11 @@ class Case(NamedTuple):
         """Whether there is a drive; else a device behind two links."""
         return self.place.removesuffix(DECIDED) == "drive"
 
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second of each simulated link."""
+        return self.flops / float(self.place.removesuffix(DECIDED))
+
 
 def work(case: Case, planner: str, rank: int, pipe: Any) -> None:
     """Train under a planner, a command at a time: "step", "record" two steps of which the second counts, "rest", "summary"."""
@@ -138,7 +145,7 @@ def work(case: Case, planner: str, rank: int, pipe: Any) -> None:
         dist.init_process_group("gloo", init_method=f"file://{case.folder}/{planner}", rank=rank, world_size=world)
     simulated: Any = contextlib.nullcontext()
     if not case.on_drive:
-        simulated = simulating(SimulatedDevice(bytes_per_s=case.flops / float(case.place.removesuffix(DECIDED))))
+        simulated = simulating(SimulatedDevice(bytes_per_s=case.link_rate))
     with simulated:
         model, step, cap = _training(case, planner, rank)
         recordings, refusal = [], ""
@@ -174,6 +181,25 @@ def measure_flops(threads: int, pipe: Any) -> None:
     pipe.send(matmul_rate(threads))
 
 
+def _profile_of(case: Case, planner: str, rank: int) -> str:
+    """Write the profile of the simulated machine, by whose rates homes are decided; return its path."""
+    from zinf_compile.plan.profile import Profile  # noqa: PLC0415
+
+    profile = Profile(
+        name=case.place,
+        device_memory_bytes=1 << 40,
+        flops_per_second={"float32": case.flops},
+        reached=1.0,
+        device_bytes_per_second=MEMORY_RATE,
+        host_bytes_per_second=MEMORY_RATE,
+        to_device_bytes_per_second=case.link_rate,
+        from_device_bytes_per_second=case.link_rate,
+    )
+    path = Path(case.folder) / f"{planner}-{rank}.json"
+    path.write_text(profile.to_json())
+    return str(path)
+
+
 def _training(case: Case, planner: str, rank: int) -> tuple[Any, Callable[[], float], int]:
     """Return a model, what takes a step with it and returns the loss, and the cap of the device's memory."""
     import torch  # noqa: PLC0415
@@ -185,6 +211,8 @@ def _training(case: Case, planner: str, rank: int) -> tuple[Any, Callable[[], fl
     cap = int(CAP * sum(p.nbytes for p in model.parameters())) + BESIDE + LOGITS * 4 * 2 * LENGTH * words
     options: dict[str, Any] = {"planner": planner, "device_memory": cap, "compute": case.compute}
     options["bucket"] = "1MiB" if case.model == "gpt-small" else "32MiB"
+    if case.place.endswith(DECIDED) and not case.on_drive:
+        options["machine"] = _profile_of(case, planner, rank)
     if not case.place.endswith(DECIDED):
         options |= dict.fromkeys(("params", "grads", "optimizer"), "nvme" if case.on_drive else "host")
     if case.on_drive:
