@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from training import BACKEND, adamw, assert_same, in_place, plain_step, train_both, train_step_on, twins
 
+import zinf_compile
 from zinf_compile.optim import fused_kernels
 
 pytestmark = pytest.mark.keeps_graphs
@@ -110,6 +111,26 @@ def test_closures(name: str, keyword: bool) -> None:
         return loss
 
     train_both(CASES["mlp"], optimizer=OPTIMIZERS[name], step=step, steps=4)
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adamw_fused"])
+def test_gradients_that_a_closure_zeroes_are_let_go_of_before_it_makes_others(name: str) -> None:
+    model = in_place(Mlp())
+    with torch.no_grad():
+        model(*vectors(99))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    held: list[int] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        held.append(zinf_compile.memory(model)["now"]["grads"])
+        loss = loss_of(model(*vectors(len(held))))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert held == [0] * 3
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -52,6 +52,12 @@ class RunningStep:
     timing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     """Closed when the caller's own step has run."""
 
+    def drop_gradients(self) -> None:
+        """Let go of all gradients, which a closure is about to replace: the user's `zero_grad` then frees their memory."""
+        for _, shard in self.shards:
+            shard.grad = None
+        self.split.drop_gradients()
+
     def begin_timing(self) -> None:
         """The caller's own step is about to run."""
         if self.chunked is not None:

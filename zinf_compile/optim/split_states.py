@@ -48,6 +48,11 @@ class SplitStep:
         """Return the shard that replaces each parameter in the step, by the parameter's id."""
         return {id(parameter): shard for parameter, shard in self._shards.items()}
 
+    def drop_gradients(self) -> None:
+        """Let go of this rank's shards of the gradients."""
+        for shard in self._shards.values():
+            shard.grad = None
+
     def refresh(self) -> None:
         """Take this rank's shards of the current gradients."""
         for parameter, shard in self._shards.items():

@@ -244,6 +244,7 @@ def _refreshing(closure: Closure, running: RunningStep) -> Closure:
     def call() -> Any:
         nonlocal first, running
         _drop_copies(parameter for parameter, _ in running.shards)  # this step may have changed them since its last call
+        running.drop_gradients()
         loss = closure()
         optimizer = running.owner()
         if first and optimizer is not None and len(hollow_of(optimizer)) > known:
