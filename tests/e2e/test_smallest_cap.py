@@ -181,6 +181,14 @@ def test_caps_of_a_device_with_memory_of_its_own_are_named_together(side: str, t
         assert refusal_of(Stack(300, 300, 64), {**options, **caps, side: caps[side] - 1})
 
 
+def test_no_word_is_advised_for_what_was_decided_with_a_drive_to_choose_from(tmp_path: Path) -> None:
+    model = Stack(300, 300, 64)
+    assert "keep less there" not in refusal_of(model, {"nvme": tmp_path, "device_memory": 1})
+    said = refusal_of(model, {"nvme": tmp_path, "params": "device", "device_memory": 1})
+    assert ". Params on 'nvme' keep less there" in said, "grads and states were decided"
+    assert "Params, grads and optimizer on 'nvme'" in refusal_of(model, {"device_memory": 1})
+
+
 def read_all(optimizer: torch.optim.Optimizer) -> object:
     return optimizer.state_dict()
 

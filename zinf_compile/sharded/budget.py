@@ -94,7 +94,7 @@ class GraphBudget:
         self._checked, self.measuring, self._collect = False, measuring, Collection()
         self._together = together and context.size > 1
         self._needs = GraphNeeds(context, together=self._together)
-        self.signature, self._tile = config.signature(), config.tile_bytes
+        self.signature, self._tile, self._advice = config.signature(), config.tile_bytes, functools.partial(advice, config)
         self.context, self._bucket = context, config.shape().bucket_of(slots)
         self._slots, self._size, self._topology = slots, shard_group_of(units.values(), context).size, context.link.topology
         self._known = [slot for slot in slots if slot in fresh or slot.index in self._units]
@@ -331,7 +331,7 @@ class GraphBudget:
                 cap=cap,
                 options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
-                advice=advice(self.placements.nearest(self._slots), topology=topology, side=Tier.DEVICE, several=several),
+                advice=self._advice(self.placements.nearest(self._slots), topology=topology, side=Tier.DEVICE, several=several),
                 strict=self._strict,
                 to_come=max(0, self._training.device - most),
             ),
@@ -361,7 +361,7 @@ class GraphBudget:
                 cap=cap,
                 options={"host_memory": ranks_of_node()},
                 source=self.caps.host_source,
-                advice=advice(self.placements.nearest(self._slots), topology=context.link.topology, side=Tier.HOST),
+                advice=self._advice(self.placements.nearest(self._slots), topology=context.link.topology, side=Tier.HOST),
                 strict=self._strict,
                 to_come=max(0, self._training.host - most),
             ),

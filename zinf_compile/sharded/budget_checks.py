@@ -52,7 +52,7 @@ def check_shards(
             f"{model.resident.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
             f"{caps.device_source if cap == caps.device else caps.host_source}); {name_smallest(caps.options(topology), needed)}"
-            + advice_for_shards(nearest, topology=topology, side=Tier.DEVICE)
+            + advice_for_shards(config, nearest, topology=topology, side=Tier.DEVICE)
         )
     host = here.host + held_bytes(context.memory.host_ledger, here.host, caps.host) if topology.host_apart else 0
     if topology.host_apart and host > caps.host:
@@ -60,7 +60,7 @@ def check_shards(
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: "
             f"{model.resident.host:,} of parameters and gradients, and {largest.name} whole{_blocks(staging)}. "
             f"{caps.host:,} are allowed ({caps.host_source}); {name_host_memory(host)}"
-            + advice_for_shards(nearest, topology=topology, side=Tier.HOST)
+            + advice_for_shards(config, nearest, topology=topology, side=Tier.HOST)
         )
     if staging and not context.memory.reservations.staging:
         context.memory.staging.limit(min(STAGING_BYTES, staging + (caps.host - host if topology.host_apart else cap - needed)))

@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.compute_shape import LEAST_TILE, default_tile
+from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.named_caps import name_host_memory, options_to_raise
 from zinf_compile.runtime.units.unit import Unit
 
+from .allowed_homes import allowed_homes
 from .short_ranks import Worst
 
 BATCH_TOO_LARGE = "With this batch the rank is out of memory. A smaller one may fit"
@@ -124,12 +127,14 @@ def name_smallest(options: Mapping[str, int], works: int) -> str:
     return f"the smallest that works is {works:,}{more}"
 
 
-def advice(placement: Placement, *, topology: Topology, side: Tier, several: bool = True) -> str:
+def advice(config: Config, placement: Placement, *, topology: Topology, side: Tier, several: bool = True) -> str:
     """Return the options that keep less on the device, or in host memory beside it; empty where none does.
 
-    `several`: units are gathered at once, or their gradients made, which a smaller bucket changes.
+    What lives there by a decision that had a drive to choose from lacks least there. `several`: units are gathered at once, or
+    their gradients made, which a smaller bucket changes.
     """
-    kinds = [kind for kind in ("params", "grads", "optimizer") if topology.side(getattr(placement, kind)) == side]
+    decided = {kind for kind, tiers in allowed_homes(config, topology).items() if len(tiers) > 1 and not tiers[-1].in_memory}
+    kinds = [kind for kind in KINDS if kind not in decided and topology.side(getattr(placement, kind)) == side]
     said = ["A smaller `bucket` moves less at once"] if several and side == Tier.DEVICE else []
     if kinds:
         where = "'nvme'" if side == topology.side(Tier.HOST) else "'host' or 'nvme'"
@@ -183,9 +188,9 @@ def smaller_tiles(measure: Callable[[int], int], works: int, smaller: Iterable[i
             return
 
 
-def advice_for_shards(placement: Placement, *, topology: Topology, side: Tier) -> str:
+def advice_for_shards(config: Config, placement: Placement, *, topology: Topology, side: Tier) -> str:
     """Return the text on memory that is taken later, and on options that keep less of parameters and gradients there."""
-    placed = advice(dataclasses.replace(placement, optimizer=Tier.NVME), topology=topology, side=side, several=False)
+    placed = advice(config, dataclasses.replace(placement, optimizer=Tier.NVME), topology=topology, side=side, several=False)
     return f". Graphs say at their first call what they need besides{f'. {placed}' if placed else ''}"
 
 
