@@ -190,7 +190,7 @@ class Replanner:
             text = f"{link.name} moves {now.bytes_per_second / 1e9:.3g} GB/s, where plans assumed {before / 1e9:.3g} GB/s"
             if slower >= SLOWER and None not in (link.source, link.destination):
                 self.changes.append(text)
-                _log.warning("%s: it is %.0f times slower; plans are made again at that rate", text, slower)
+                _log.warning("%s: it is %.0f times slower; plans are made again, homes are not (option machine)", text, slower)
             elif not math.isclose(slower, 1.0, rel_tol=0.2):
                 _log.info("%s", text)
 
