@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from _links import write_profile
 from _peers import Peer, all_cores, alternate, matmul_rate, spawn
 from _worker import TakeStep, serve, stepping
 
@@ -240,20 +241,10 @@ def train_behind(way: str, cap: int, rate: float, flops: float, machine: str, pi
     import torch  # noqa: PLC0415
 
     import zinf_compile  # noqa: PLC0415
-    from zinf_compile.plan.profile import Profile  # noqa: PLC0415
     from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating  # noqa: PLC0415
 
     warnings.simplefilter("ignore")
-    profile = Profile(
-        name="the CPU behind links",
-        device_memory_bytes=cap,
-        flops_per_second={"float32": flops},
-        reached=1.0,
-        device_bytes_per_second=2e10,
-        to_device_bytes_per_second=rate,
-        from_device_bytes_per_second=rate,
-    )
-    Path(machine).write_text(profile.to_json())
+    write_profile(Path(machine), flops=flops, rate=rate, memory=cap)
     models: list[Any] = []
 
     def make() -> TakeStep:

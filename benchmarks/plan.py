@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import _docs
+from _links import write_profile
 from _peers import Peer, matmul_rate, spawn
 from tabulate import tabulate
 
@@ -48,8 +49,6 @@ LOGITS = 4
 """Tensors as large as the logits that compute holds at a time, for which the cap has room, too."""
 DECIDED = "-auto"
 """Behind a place: homes are the compiler's decision, by a profile of the links where they are simulated."""
-MEMORY_RATE = 1e10
-"""Bytes per second of memory in that profile."""
 LOW, HIGH = 0.90, 1.10
 """Measured / simulated, as it should be."""
 
@@ -181,25 +180,6 @@ def measure_flops(threads: int, pipe: Any) -> None:
     pipe.send(matmul_rate(threads))
 
 
-def _profile_of(case: Case, planner: str, rank: int) -> str:
-    """Write the profile of the simulated machine, by whose rates homes are decided; return its path."""
-    from zinf_compile.plan.profile import Profile  # noqa: PLC0415
-
-    profile = Profile(
-        name=case.place,
-        device_memory_bytes=1 << 40,
-        flops_per_second={"float32": case.flops},
-        reached=1.0,
-        device_bytes_per_second=MEMORY_RATE,
-        host_bytes_per_second=MEMORY_RATE,
-        to_device_bytes_per_second=case.link_rate,
-        from_device_bytes_per_second=case.link_rate,
-    )
-    path = Path(case.folder) / f"{planner}-{rank}.json"
-    path.write_text(profile.to_json())
-    return str(path)
-
-
 def _training(case: Case, planner: str, rank: int) -> tuple[Any, Callable[[], float], int]:
     """Return a model, what takes a step with it and returns the loss, and the cap of the device's memory."""
     import torch  # noqa: PLC0415
@@ -211,10 +191,11 @@ def _training(case: Case, planner: str, rank: int) -> tuple[Any, Callable[[], fl
     cap = int(CAP * sum(p.nbytes for p in model.parameters())) + BESIDE + LOGITS * 4 * 2 * LENGTH * words
     options: dict[str, Any] = {"planner": planner, "device_memory": cap, "compute": case.compute}
     options["bucket"] = "1MiB" if case.model == "gpt-small" else "32MiB"
-    if case.place.endswith(DECIDED) and not case.on_drive:
-        options["machine"] = _profile_of(case, planner, rank)
     if not case.place.endswith(DECIDED):
         options |= dict.fromkeys(("params", "grads", "optimizer"), "nvme" if case.on_drive else "host")
+    elif not case.on_drive:
+        path = Path(case.folder) / f"{planner}-{rank}.json"
+        options["machine"] = write_profile(path, flops=case.flops, rate=case.link_rate, memory=cap)
     if case.on_drive:
         options["nvme"] = case.folder
     call = torch.compile(model, backend="zero_infinity", options=options)
