@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, vectors
+from models import Mlp
 from named_cap import named_cap
 from rank_reduce_dtype import build, prepare, smallest_cap
 from stepped_pairs import clones, step
@@ -134,10 +134,8 @@ def host_memory_of_this_node(rank: int, ranks: int) -> tuple[int, int, str]:
         torch.compiler.reset()
         model = compiled(Mlp(), {"compute": "fx", "host_memory": cap})
         optimizer = adamw(model.parameters())
-        for number in range(2):
-            model(*vectors(number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in range(2):
+            step(model, optimizer)
         return model
 
     with pytest.raises(BudgetError) as caught:

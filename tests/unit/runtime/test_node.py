@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from zinf_compile.runtime.system import node
 
 
 @pytest.fixture(autouse=True)
-def _uncounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    before = set(node._counted)
-    node._counted.clear()
-    yield
-    node._counted.clear()
-    node._counted.update(before)
+    monkeypatch.setattr(node, "_counted", set())
 
 
 def test_one_rank_that_has_compared_nothing_is_alone() -> None:
