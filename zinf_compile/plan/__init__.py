@@ -3,6 +3,7 @@ runtime, no live memory, so that all of it works on a laptop.
 
 acted — The plan of a step whose graphs are each planned by themselves.
 as_json — Frozen dataclasses as JSON and back, checked field by field.
+bound_gradients — The rows of the linear programme that say how gradients leave the device.
 bound_programme — The linear programme behind `lower_bound`: intervals, rows, and what links can move in them.
 bound_updates — Its rows for updates: what passes to pieces of states, until when, and in what room.
 collector — Python's collector of cycles, seldom run while a plan is made.

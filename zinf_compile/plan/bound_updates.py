@@ -30,13 +30,16 @@ class UpdatesProgramme(Programme):
         self.read: dict[str, list[Due]] = defaultdict(list)
         self.written: dict[str, list[Due]] = defaultdict(list)
         self.passing: dict[tuple[str, str], list[Due]] = defaultdict(list)
+        self.crossing: dict[str, list[Due]] = defaultdict(list)
         for piece, count in self._classes_of_pieces():
             held = dict.fromkeys(problem.tiers, float(count * piece.state_bytes))
             homes = self.home(f"states {piece.name}", problem.allowed.states, held)
             self.lasting_room[0][homes[device]] += count * piece.state_bytes
             self._add_update(piece, count, homes)
-        at_once = any(self._window(piece) == 0 for piece in problem.pieces)
+        at_once = any(self.window(piece) == 0 for piece in problem.pieces)
         links = {link.name: link for link in problem.links}
+        for name, dues in self.crossing.items():
+            self._over_intervals(links[name], dues, inward=True)
         reads = {name: self._over_intervals(links[name], dues, inward=True) for name, dues in self.read.items()}
         writes = {name: self._over_intervals(links[name], dues, inward=False) for name, dues in self.written.items()}
         for (inward, outward), dues in self.passing.items():
@@ -72,17 +75,16 @@ class UpdatesProgramme(Programme):
         elif allowed and problem.host not in allowed:
             self.rows.add({on_device: -1.0}, -1.0)
         self.buffers.append({column: float(size) for column, size in buffer if column in far})
-        until = self._window(piece)
+        until = self.window(piece)
         if piece.host_seconds:
             seconds = count * piece.host_seconds
             self.windows["update"].append((until, {on_device: -seconds}, seconds))
         for homes, read, written in rows:
             if problem.host != device:
                 near = problem.tiers[1]
-                crossing = self._across(problem.link(near, device), read, count, on_device, homes[device])
-                self.windows[problem.link(near, device).name].append((until, crossing, 0.0))
+                self._across(problem.link(near, device), read, count, on_device, homes[device], until=until)
                 self._across(problem.link(device, near), written, count, on_device, homes[device])
-                self._across(problem.link(near, device), written, count, homes[device], on_device)
+                self._across(problem.link(near, device), written, count, homes[device], on_device, until=until)
                 self._across(problem.link(device, near), read, count, homes[device], on_device)
             for tier in (tier for tier in problem.tiers if not tier.in_memory):
                 inward, outward = problem.hops(tier, problem.host), problem.hops(problem.host, tier)
@@ -93,7 +95,7 @@ class UpdatesProgramme(Programme):
                 if homes is states and 0 < read == written == piece.state_bytes:
                     self.passing[inward[-1].name, outward[0].name].append((until, homes[tier], count * read))
 
-    def _window(self, piece: StatePiece) -> int:
+    def window(self, piece: StatePiece) -> int:
         """Return the last interval in which a piece's update can run: it begins with the step, at interval 0."""
         if not piece.deferrable:
             return 0
@@ -101,14 +103,17 @@ class UpdatesProgramme(Programme):
         interval = self.of_region[first]
         return interval - 1 if interval % 2 else interval or self.intervals - 1
 
-    def _across(self, link: Link, size: int, count: int, more: int, less: int) -> dict[int, float]:
-        """So many times `size` bytes cross a link by at least the share `more - less`; return the seconds that it takes."""
+    def _across(self, link: Link, size: int, count: int, more: int, less: int, *, until: int | None = None) -> None:
+        """So many times `size` bytes cross a link by at least the share `more - less`: behind the step and `until`, if given."""
         if not size:
-            return {}
+            return
         crossing = self.variable()
         self.rows.add({more: 1.0, less: -1.0, crossing: -1.0}, 0.0)
-        self.total[link.name][crossing] += count * link.seconds(size)
-        return {crossing: count * link.seconds(size)}
+        if until is None:
+            self.total[link.name][crossing] += count * link.seconds(size)
+            return
+        self.total[link.name][crossing] += count * link.latency_seconds
+        self.crossing[link.name].append((until, crossing, count * size))
 
     def _over_intervals(self, link: Link, dues: list[Due], *, inward: bool) -> list[int]:
         """Add what passes a link in each interval, in `amount`: what has a due until then, the rest at any time."""

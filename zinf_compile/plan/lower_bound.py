@@ -22,8 +22,8 @@ from scipy.sparse import coo_array
 from zinf_compile.errors import BudgetError, PlanError
 from zinf_compile.ir.tiers import Tier
 
+from .bound_gradients import GradientsProgramme
 from .bound_programme import seconds_of
-from .bound_updates import UpdatesProgramme
 from .problem import StepProblem
 from .problem_parts import KEEP, RECOMPUTE, Link, SavedValue, Unit
 
@@ -65,7 +65,7 @@ def lower_bound(problem: StepProblem, *, cells: int = CELLS, idle_links: bool = 
     return Bound(bound.seconds, smaller.solve(idle=IDLE).busy)
 
 
-class _Programme(UpdatesProgramme):
+class _Programme(GradientsProgramme):
     def __init__(self, problem: StepProblem, cells: int) -> None:
         """Write all rows."""
         super().__init__(problem, cells)
@@ -76,7 +76,7 @@ class _Programme(UpdatesProgramme):
         for unit, count in self._classes():
             self._add_unit(unit, count)
         self._add_saved()
-        self._add_gradients()
+        self.add_gradients()
         self.add_updates()
         self.add_limits()
 
@@ -284,31 +284,6 @@ class _Programme(UpdatesProgramme):
             before = column
         if not keep:
             self.rows.add({gone: -1.0, remade: -1.0}, -1.0)
-
-    def _add_gradients(self) -> None:
-        problem, device = self.problem, self.problem.device
-        for unit in problem.units:
-            if not unit.gradients:
-                continue
-            if problem.world_size > 1 and unit.reduced_bytes:
-                link = problem.link(device, None)
-                self.least[link.name] += link.seconds(unit.reduced_bytes)
-            held = dict.fromkeys(problem.tiers, float(unit.gradient_bytes))
-            homes = self.home(f"grad {unit.name}", problem.allowed.grads, held)
-            made = {self.of_region[region] for region in unit.gradients} - {0}  # 0: behind the last moment
-            for interval in made:
-                if interval % 2:
-                    self.taken[interval] += unit.full_gradient_bytes
-            if made:
-                first = min(made)
-                reduced = 1 if unit.full_gradient_bytes else 0  # a shard is there behind the region that makes the full one
-                since = (first if first % 2 else first + 1) + reduced
-                if since < self.intervals:
-                    self.lasting_room[since][homes[device]] += unit.gradient_bytes
-            for tier in problem.tiers[1:]:
-                for link in problem.hops(device, tier):
-                    seconds = link.seconds(unit.gradient_bytes)
-                    self.total[link.name][homes[tier]] += seconds * (len(unit.gradients) if link.source == device else 1)
 
 
 def _joined(units: list[Unit]) -> Unit:

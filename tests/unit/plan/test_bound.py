@@ -1,4 +1,4 @@
-"""The linear programme below all plans: fewer checked moments, steps of microseconds, and what its links do."""
+"""The linear programme below all plans: fewer checked moments, steps of microseconds, and what its links do, and when."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import training
+from plan_cases import links, training
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.lower_bound import CELLS, _Programme, lower_bound
 from zinf_compile.plan.occupancy import occupied
-from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.plan import Kind, Plan, Reduction
 from zinf_compile.plan.planners import cached_prefetch, just_in_time
 from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.problem_parts import KEEP, StatePiece
+from zinf_compile.plan.problem_parts import KEEP, Allowed, Memory, Region, StatePiece, Unit
 from zinf_compile.plan.simulate import step_seconds
+from zinf_compile.plan.verify import verify
 
 ROUNDING = 1e-9
 
@@ -190,3 +192,74 @@ def test_pieces_that_are_alike_take_no_more_variables() -> None:
         programme.solve(idle=0.0)
         sizes.append((len(programme.upper), len(programme.rows.limit)))
     assert sizes[0] == sizes[1]
+
+
+def gradients_apart(*, workspace: int, rate: float = 10.0, room: int = 100) -> StepProblem:
+    """Return three regions, 1 s each, of which the middle one makes a gradient of 40 bytes, and host memory behind links."""
+    return StepProblem(
+        regions=tuple(Region(name=f"r{n}", seconds=1.0, workspace_bytes=workspace if n == 2 else 0) for n in range(3)),
+        units=(Unit(name="u", stored_bytes=1, uses=(0, 1), trained=True, gradients=(1,), gradient_bytes=40),),
+        memories=(Memory(tier=Tier.DEVICE, bytes=room), Memory(tier=Tier.HOST)),
+        links=links(rate, far=Tier.HOST),
+    )
+
+
+@pytest.mark.parametrize(("workspace", "seconds"), [(50, 3.0), (80, 5.1), (99, 7.0)])
+def test_a_gradient_takes_memory_until_it_has_left(workspace: int, seconds: float) -> None:
+    """A part of it stays where there is room beside the unit; the rest has left before the region that leaves none."""
+    assert lower_bound(gradients_apart(workspace=workspace)).seconds == pytest.approx(seconds)
+
+
+def test_a_gradient_is_not_sent_before_it_is_made() -> None:
+    """The first region's second is of no use to it, and the last one's is; it may be on its way while the next step begins."""
+    problem = dataclasses.replace(gradients_apart(workspace=0, rate=40 / 4), allowed=Allowed(grads=(Tier.HOST,)))
+    pieces = (StatePiece(name="s", units=("u",), state_bytes=0, read_bytes=0, written_bytes=0, value_bytes=1, deferrable=False),)
+    assert lower_bound(problem).seconds == pytest.approx(4.0), "the link is always busy"
+    at_step = dataclasses.replace(problem, pieces=pieces)
+    assert lower_bound(at_step).seconds == pytest.approx(2.0 + 4.0), "behind the second region, and before the update"
+
+
+@pytest.mark.parametrize("value", [10, 30])
+def test_new_values_are_there_before_they_are_used(value: int) -> None:
+    """What the host updates comes back to a parameter on the device before its first use, not beside later regions."""
+    unit = Unit(name="u", stored_bytes=value, uses=(0, 1), trained=True, gradients=(1,), gradient_bytes=value)
+    piece = StatePiece(name="s", units=("u",), state_bytes=0, read_bytes=0, written_bytes=0, value_bytes=value)
+    problem = StepProblem(
+        regions=(Region(name="forward", seconds=1.0), Region(name="backward", seconds=9.0)),
+        units=(unit,),
+        pieces=(piece,),
+        memories=(Memory(tier=Tier.DEVICE), Memory(tier=Tier.HOST)),
+        links=links(10.0, far=Tier.HOST),
+        allowed=Allowed(params=(Tier.DEVICE,), grads=(Tier.DEVICE,), states=(Tier.HOST,), update=(Tier.HOST,)),
+    )
+    assert lower_bound(problem).seconds == pytest.approx(10.0 + value / 10)
+
+
+def reduced_once(problem: StepProblem, plan: Plan) -> Plan:
+    """Return the plan with one reduction of each unit behind its last gradient, and one way home."""
+    last = {unit.name: unit.gradients[-1] + 1 for unit in problem.units}
+    reductions = tuple(Reduction(unit.name, unit.gradients, last[unit.name], last[unit.name]) for unit in problem.units)
+    stores = [row for row in plan.local.stores if row.kind is not Kind.GRAD or row.start == last[row.name]]
+    shared = dataclasses.replace(plan.shared, reductions=tuple(sorted(reductions, key=lambda row: row.start)))
+    return dataclasses.replace(plan, shared=shared, local=dataclasses.replace(plan.local, stores=tuple(stores)))
+
+
+@settings(max_examples=20)
+@given(
+    problem=st.builds(
+        training,
+        seed=st.integers(0, 1000),
+        blocks=st.integers(1, 3),
+        tiers=st.sampled_from((2, 3)),
+        world=st.sampled_from((2, 4)),
+        micro_batches=st.just(3),
+        speed=st.sampled_from((0.05, 1.0)),
+        device=st.just(9.0),
+        host=st.just(2.0),
+    )
+)
+def test_gradients_that_are_reduced_once_for_several_micro_batches_are_bounded_too(problem: StepProblem) -> None:
+    plan = reduced_once(problem, just_in_time(problem))
+    assert verify(problem, plan) == []
+    most = {str(tier): int(taken.max()) for tier, taken in occupied(problem, plan).items()}
+    assert lower_bound(problem.with_budgets(**most)).seconds <= step_seconds(problem, plan) * (1 + ROUNDING)
