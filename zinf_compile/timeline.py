@@ -66,7 +66,7 @@ class Recording:
         return measured_timeline(self.record)
 
     def bound(self) -> Bound | None:
-        """Return seconds that no plan of this step could go below; None where nothing was planned."""
+        """Return seconds that no plan of this step could go below within the caps; None where nothing was planned."""
         if self.planned is None:
             return None
         from zinf_compile.plan.lower_bound import lower_bound  # noqa: PLC0415  (scipy, which `import zinf_compile` can do without)
@@ -77,13 +77,13 @@ class Recording:
         """Return the prediction at what this very step's regions, links and updates took; None where nothing was planned."""
         if self.planned is None or self.record is None:
             return None
-        return planned_step([run.program for run in self.record.graphs], record=self.record)
+        return planned_step([run.program for run in self.record.graphs], memory=self._context.memory, record=self.record)
 
     def take(self, record: StepRecord) -> None:
         """The step is over."""
         self.record = record
         try:
-            self.planned = planned_step([run.program for run in record.graphs])
+            self.planned = planned_step([run.program for run in record.graphs], memory=self._context.memory)
         except ZinfError as error:
             self.note = str(error)
         measured = self.measured

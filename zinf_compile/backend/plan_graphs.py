@@ -208,7 +208,7 @@ class GraphPlanner:
             memories=tuple(Memory(tier=tier) for tier in tiers),
             links=tuple(map(self.costs.link, links)),
             world_size=self._size,
-            allowed=Allowed() if only_params else Allowed(update=(self.topology.updated_on(self.placements.rest),)),
+            allowed=Allowed() if only_params else Allowed(update=self._updated_on()),
             home=home or self.home,
             flops_per_second=lambda dtype: rough_flops(kind),
             bytes_per_second=rough_bytes(kind),
@@ -216,6 +216,11 @@ class GraphPlanner:
             only_params=only_params,
         )
         return found if states is None else dataclasses.replace(found, state_types=states.types, has_master=states.has_master)
+
+    def _updated_on(self) -> tuple[Tier, ...]:
+        """Return the side that the user's word says; without a word each parameter is updated where its states live."""
+        rest = self.placements.rest
+        return () if rest.update is None else (self.topology.updated_on(rest),)
 
     def assumed_links(self, saved: Collection[Tier] = ()) -> list[Link]:
         """Return the links of a whole step at the rates that are assumed without a measurement; `saved`: as `facts` takes it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zinf_compile.errors import PlanError
 from zinf_compile.ir.placements import KINDS
@@ -16,10 +16,12 @@ from zinf_compile.passes.analysis.step_problem import Pair, problem_of_runs, uni
 from zinf_compile.passes.analysis.step_regions import find_regions
 from zinf_compile.plan.acted import Part, acted_plan
 from zinf_compile.plan.costs import Costs
+from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Homes, Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.simulate import Timeline, simulate
 from zinf_compile.runtime.lanes.step_recorder import StepRecord
+from zinf_compile.runtime.memory.rank_memory import Memory
 
 from .kept_graphs import KeptGraph, kept_graph
 from .measured_costs import link_costs, run_seconds, update_seconds
@@ -35,10 +37,10 @@ class PlannedStep:
     timeline: Timeline
 
 
-def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -> PlannedStep:
+def planned_step(programs: Sequence[str], *, memory: Memory, record: StepRecord | None = None) -> PlannedStep:
     """Return the prediction of a step that runs these programs in order, at the costs known by now, or at those of a `record`.
 
-    Raises `PlanError` where one of them was not planned.
+    The caps of this rank's `memory` are the budgets of the problem. Raises `PlanError` where a program was not planned.
     """
     runs = [_kept(name) for name in programs]
     if not runs:
@@ -69,7 +71,8 @@ def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -
     def homes_of(slot: ParameterSlot) -> tuple[Tier, ...]:
         return tuple(home(slot, kind) for kind in KINDS)
 
-    facts = dataclasses.replace(planner.facts(only_params=False, states=states, home=home, saved=away), apart=homes_of)
+    facts = planner.facts(only_params=False, states=states, home=home, saved=away)
+    facts = dataclasses.replace(facts, apart=homes_of, saved_choices=())  # the bound is that of all plans
     problem = problem_of_runs(pairs, order, facts, name="recorded step")
     if record is None:
         problem = planner.costs.of_updates(problem)
@@ -96,8 +99,17 @@ def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -
     )
     placement = planner.placements.rest
     defers = bool(problem.pieces) and may_defer(placement, [{"states": next(iter(problem.pieces))}], topology)  # type: ignore[dict-item]
-    plan = acted_plan(problem, parts, homes, saved=saved, defers=defers)
+    plan = acted_plan(problem, parts, homes, saved=saved, defers=defers, in_flight=memory.inflight_gradients.limit)
+    problem = _within(problem, plan, {Tier.DEVICE: memory.reservations.device_cap, Tier.HOST: memory.reservations.host_cap})
     return PlannedStep(problem, plan, simulate(problem, plan))
+
+
+def _within(problem: StepProblem, plan: Plan, caps: Mapping[Tier, int | None]) -> StepProblem:
+    """Return the problem with the caps as budgets, or what the plan takes where the account of its regions is above that."""
+    taken = {tier: int(held.max()) for tier, held in occupied(problem, plan).items()}
+    return problem.with_budgets(
+        **{tier: max(cap, taken[tier]) for tier, cap in caps.items() if cap is not None and tier in taken}
+    )
 
 
 def _kept(name: str) -> KeptGraph:

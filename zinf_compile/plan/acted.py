@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from zinf_compile.ir.saved_memory import SavedMemory
 
-from .plan import Homes, Kind, Plan, Store
+from .plan import Fetch, Gather, Homes, Kind, Plan, Store
 from .planners._build import Stay, build
 from .planners._updates import deferred
 from .problem import StepProblem
@@ -34,11 +35,13 @@ def acted_plan(
     *,
     saved: Mapping[str, SavedMemory] = MappingProxyType({}),
     defers: bool = False,
+    in_flight: int | None = None,
 ) -> Plan:
     """Return the plan with the transfers of all parts.
 
     Gradients leave as they are reduced. Updates run behind the last region, or each before its units' next use if the step
     `defers` them. `saved`: the values that leave the device between forward and backward, without the number of a micro-batch.
+    `in_flight`: bytes of gradients that leave by one hop, for which compute waits only where more would be under way at once.
     """
     updates = deferred(problem, homes) if defers else None
     moving = []
@@ -55,8 +58,8 @@ def acted_plan(
         saved_stores=[store for away in moving for store in away.stores],
         updates=updates,
     )
-    gathers = []
-    fetches = [row for row in base.local.fetches if row.kind is Kind.SAVED]
+    gathers: list[Gather] = []
+    fetches: list[Fetch] = []
     for part in parts:
         for row in part.plan.shared.gathers:
             times = {key: getattr(row, key) + part.first for key in ("start", "due", "until")}
@@ -65,9 +68,33 @@ def acted_plan(
             if each.kind is Kind.PARAM:
                 times = {key: getattr(each, key) + part.first for key in ("start", "due", "until")}
                 fetches += [dataclasses.replace(each, name=name, **times) for name in part.units.get(each.name, ())]
+    fetches += [row for row in base.local.fetches if row.kind is Kind.SAVED]  # graphs issue them behind those of units
     known = {unit.name for unit in problem.units if unit.is_gathered}
     shared = dataclasses.replace(base.shared, gathers=tuple(row for row in gathers if row.unit in known))
-    return dataclasses.replace(base, shared=shared, local=dataclasses.replace(base.local, fetches=tuple(fetches)))
+    stores = base.local.stores if in_flight is None else _within(problem, base.local.stores, in_flight)
+    return dataclasses.replace(base, shared=shared, local=dataclasses.replace(base.local, fetches=tuple(fetches), stores=stores))
+
+
+def _within(problem: StepProblem, stores: Sequence[Store], limit: int) -> tuple[Store, ...]:
+    """Return the stores, those of gradients due where the next ones would exceed the limit, or at the step."""
+    hops = Counter((row.kind, row.name, row.start) for row in stores)
+    found = list(stores)
+    under_way: deque[tuple[int, int]] = deque()
+    held = 0
+    for number, row in enumerate(stores):
+        unit = problem.unit[row.name] if row.kind is Kind.GRAD else None
+        if unit is None or row.source != problem.device or unit.full_gradient_bytes or hops[row.kind, row.name, row.start] > 1:
+            continue
+        while under_way and held + unit.gradient_bytes > limit:
+            oldest, size = under_way.popleft()
+            held -= size
+            found[oldest] = dataclasses.replace(found[oldest], due=max(row.start, found[oldest].start))
+        under_way.append((number, unit.gradient_bytes))
+        held += unit.gradient_bytes
+    for number, _ in under_way:
+        found[number] = dataclasses.replace(found[number], due=problem.count)
+    places = {tier: number for number, tier in enumerate(problem.tiers)}
+    return tuple(sorted(found, key=lambda row: (row.start, row.due, places[row.to])))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The plan that the backend acts out, of a step whose saved values leave the device as each forward's graph says."""
+"""The plan that the backend acts out: transfers of each graph as it says, and what graphs leave to each other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from plan_cases import training
 
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.plan.acted import acted_plan
-from zinf_compile.plan.plan import Kind
+from zinf_compile.plan.acted import Part, acted_plan
+from zinf_compile.plan.plan import Fetch, Kind, Local, Plan
 from zinf_compile.plan.planners import just_in_time
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.verify import verify
@@ -70,3 +70,49 @@ def test_what_no_backward_reads_stays() -> None:
     homes = just_in_time(unused).local.homes
     saved = {"relu_0 of forward 0": memory(0, Tier.HOST, 1, 1)}
     assert not [row for row in acted_plan(unused, (), homes, saved=saved).local.stores if row.kind is Kind.SAVED]
+
+
+def gradients_of(local: Local) -> list[tuple[str, int, int]]:
+    return [(row.name, row.start, row.due) for row in local.stores if row.kind is Kind.GRAD]
+
+
+@pytest.mark.parametrize("in_flight", [None, 10, 700, 10**6])
+def test_compute_waits_for_gradients_where_more_would_be_under_way_at_once(in_flight: int | None) -> None:
+    problem = training(1, BLOCKS, tiers=2, even=True, device=1.0, host=1.0)  # each gradient has 400 bytes
+    homes = just_in_time(problem).local.homes
+    found = gradients_of(acted_plan(problem, (), homes, in_flight=in_flight).local)
+    starts = [BLOCKS + 1 + block for block in range(BLOCKS)]
+    dues = {
+        None: [start + 1 for start in starts[:-1]] + starts[-1:],
+        10: [*starts[1:], 2 * BLOCKS],
+        700: [*starts[1:], 2 * BLOCKS],
+        10**6: [2 * BLOCKS] * BLOCKS,
+    }
+    assert found == [
+        (f"w{BLOCKS - 1 - n}", start, due) for n, (start, due) in enumerate(zip(starts, dues[in_flight], strict=True))
+    ]
+
+
+def graph_plans(problem: StepProblem) -> list[Part]:
+    """Return a forward and a backward as parts, each unit fetched just in time in each."""
+    parts = []
+    for first in range(0, problem.count, BLOCKS):
+        uses = [(unit.name, use - first) for unit in problem.units for use in unit.uses if first <= use < first + BLOCKS]
+        rows = [
+            Fetch(Kind.PARAM, name, Tier.HOST, Tier.DEVICE, use, use, use + 1)
+            for name, use in sorted(uses, key=lambda row: row[1])
+        ]
+        parts.append(Part(Plan(local=Local(fetches=tuple(rows))), first, {unit.name: (unit.name,) for unit in problem.units}))
+    return parts
+
+
+def test_units_are_fetched_before_saved_values_that_start_with_them() -> None:
+    """As graphs issue them: a link takes them in this order."""
+    problem = problem_of_graphs()
+    saved = {f"relu_{block} of forward 0": memory(block, Tier.HOST, 1, 9) for block in (0, 2)}
+    kinds = [
+        row.kind
+        for row in acted_plan(problem, graph_plans(problem), just_in_time(problem).local.homes, saved=saved).local.fetches
+    ]
+    assert kinds == sorted(kinds, key=[Kind.PARAM, Kind.SAVED].index)
+    assert {*kinds} == {Kind.PARAM, Kind.SAVED}
