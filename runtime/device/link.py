@@ -17,7 +17,7 @@ from zinf_compile.runtime.memory.device_arena import DeviceArena
 _TO_DEVICE: Final = "host to device"
 _TO_HOST: Final = "device to host"
 
-MOST_COPIES = 64
+MOST_COPIES = 1024
 """Most copies in flight in one direction: the schedule bounds what is loaded ahead."""
 
 

@@ -28,21 +28,23 @@ class SimulatedLink:
         self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
         self._lane = ThreadLane(f"zinf {name}", link=name, most=MOST_COPIES, forgiving=True)
 
-    def copy(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+    def copy(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Pending | None) -> Pending:
+        """Start one transfer of all `sources`, behind `after`."""
+
         def run() -> None:
             if after is not None:
                 after.wait()
-            start = time.perf_counter()
-            into.copy_(source)
-            self.bytes += source.nbytes
+            start, count = time.perf_counter(), sum(source.nbytes for source in sources)
+            torch._foreach_copy_(list(into), list(sources))
+            self.bytes += count
             for meter in self.meters:
-                meter.moved(self.name, source.nbytes)
+                meter.moved(self.name, count)
             took = time.perf_counter() - start
-            with under_way(self.meters, self.name, source.nbytes):
-                time.sleep(max(0.0, self._latency_s + source.nbytes / self._bytes_per_s - took))
+            with under_way(self.meters, self.name, count):
+                time.sleep(max(0.0, self._latency_s + count / self._bytes_per_s - took))
             self.spans.append((start, time.perf_counter()))
             for meter in self.meters:
-                meter.busy(self.name, *self.spans[-1], source.nbytes)
+                meter.busy(self.name, *self.spans[-1], count)
 
         return self._lane.submit(run)
 
@@ -54,7 +56,7 @@ class SimulatedDevice:
     """
 
     topology = Topology(host_apart=True)
-    copies_together = False
+    copies_together = True
 
     def __init__(self, *, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
         self.links = {
@@ -91,23 +93,23 @@ class SimulatedDevice:
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""
-        return self.links["to device"].copy(source, into, after)
+        return self.links["to device"].copy([source], [into], after)
 
     def to_device_together(
         self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending] = ()
     ) -> Pending:
         """See `DeviceLink.to_device_together`."""
-        return All([self.to_device(*pair, All(after)) for pair in zip(sources, into, strict=True)])
+        return self.links["to device"].copy(sources, into, All(after))
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_host`."""
-        return self.links["to host"].copy(source, into, after)
+        return self.links["to host"].copy([source], [into], after)
 
     def to_host_together(
         self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending]
     ) -> Pending:
         """See `DeviceLink.to_host_together`."""
-        return All([self.to_host(*pair, All(after)) for pair in zip(sources, into, strict=True)])
+        return self.links["to host"].copy(sources, into, All(after))
 
     def free_host_memory(self, enough: Callable[[], bool]) -> None:
         """See `DeviceLink.free_host_memory`; a copy holds no memory once who needs it has waited."""
