@@ -11,7 +11,7 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
-from zinf_compile.passes.graph.node_facts import group_of, starts_region
+from zinf_compile.passes.graph.node_facts import group_of, positions, starts_region
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +90,14 @@ def find_regions(graph: fx.Graph) -> GraphRegions:
     found = [residences[gather] for gather in due if gather in residences]
     assert all(each.due <= last for each in found), "a gather behind all regions is of no use"
     return GraphRegions(tuple(map(tuple, compute)), tuple(found), tuple(reductions))
+
+
+def least_of_regions(graph: fx.Graph, rows: Sequence[int]) -> list[int]:
+    """Return for each region, with the transfers in front of it and behind it, the least of the numbers that all nodes have."""
+    regions, place = find_regions(graph).compute, positions(graph)
+    first = [place[nodes[0]] if nodes else 0 for nodes in regions]
+    ends = [place[nodes[-1]] + 1 if nodes else 0 for nodes in regions]
+    return [min(rows[start:end], default=0) for start, end in zip([0, *ends[:-1]], [*first[1:], len(rows)], strict=True)]
 
 
 def region_starts(graph: fx.Graph) -> Sequence[fx.Node]:

@@ -25,6 +25,7 @@ from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import problem_of_runs, structure_of, unit_members
 from zinf_compile.plan.collector import rare_collections
 from zinf_compile.plan.costs import Costs
+from zinf_compile.plan.graph_plan import GraphRoom
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS, just_in_time
@@ -37,8 +38,8 @@ from zinf_compile.runtime.system.process_wide import process_wide
 
 from .kept_graphs import KeptGraph, LiveProgram, States, copy_of, keep
 
-Room = Callable[[fx.Graph, int], tuple[float, float]]
-"""Takes a graph and the bytes of its units; returns the bytes of device and host for what is gathered or on its way."""
+Room = Callable[[fx.Graph, int], GraphRoom]
+"""Takes a graph and the bytes of its units; returns those for what is gathered or on its way."""
 
 _plans: dict[Hashable, Plan] = process_wide({})
 """Plans that all ranks have, by options, collectives and homes: two layers may have the same names, and live apart. A rank
@@ -173,17 +174,26 @@ class GraphPlanner:
         _plans[key] = shared
         return problem, shared
 
-    def _problem(self, graph: fx.Graph, room: tuple[float, float], *, is_backward: bool) -> StepProblem:
-        """Return the graph's problem; what fits just in time by the account of the caps always does."""
+    def _problem(self, graph: fx.Graph, room: GraphRoom, *, is_backward: bool) -> StepProblem:
+        """Return the graph's problem; what fits just in time by the account of the caps always does.
+
+        One rank may have more in regions whose compute takes less than the most. Several gather alike, and their batches differ.
+        """
         problem = problem_of_runs([(graph, graph)], [(0, is_backward)], self.facts())
         plain = occupied(problem, just_in_time(problem))
         standing: dict[Tier | None, int] = defaultdict(int)
         for unit in problem.units:
             standing[unit.home] += unit.stored_bytes
-        budgets: dict[str, int | None] = {}
-        for tier, own in ((Tier.DEVICE, room[0]), (Tier.HOST, room[1])):
+        budgets: dict[str, int] = {}
+        for tier, own in ((Tier.DEVICE, room.device), (Tier.HOST, room.host)):
             if tier in problem.tiers and math.isfinite(own):
                 budgets[tier] = max(math.ceil(own) + standing[tier], int(plain[tier].max()))
+        if room.more and self._size == 1 and Tier.DEVICE in budgets:
+            most = max(room.more)
+            budgets[Tier.DEVICE] += most
+            taken = [most - more for more in room.more]
+            regions = [dataclasses.replace(r, workspace_bytes=count) for r, count in zip(problem.regions, taken, strict=True)]
+            problem = dataclasses.replace(problem, regions=tuple(regions))
         return problem.with_budgets(**budgets)
 
     def home(self, slot: ParameterSlot) -> Tier:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from zinf_compile.ir.sizes import Sides
 
@@ -38,6 +40,15 @@ class GraphMemory:
     """Peak of gradients that one region computes, in both types during the cast."""
     reduced: int
     """The same, plus the last transfer of the region before, which may still be running."""
+
+
+class GraphRoom(NamedTuple):
+    """Bytes for the units of a graph that are gathered, or on their way to be."""
+
+    device: float
+    host: float
+    more: Sequence[int] = ()
+    """What the device has more of in each region than in that with the least; none given: nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

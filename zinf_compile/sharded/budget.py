@@ -21,7 +21,7 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_needs, measure_one_ahead
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, slot_behind, wire_type
-from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
+from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan, GraphRoom
 from zinf_compile.plan.headroom import plan_graph
 from zinf_compile.plan.memory_model import TransientMemory, held_memory, model_memory
 from zinf_compile.runtime.context import Context
@@ -208,14 +208,14 @@ class GraphBudget:
             self.place(placements)
         self.saved_on_host = bytes_in_memory(moving) if apart else 0
 
-    def room(self, graph: fx.Graph, wanted: int) -> tuple[float, float]:
+    def room(self, graph: fx.Graph, wanted: int) -> GraphRoom:
         """Return the bytes of device and host for gathered units and shards in flight, of which `wanted` can be used."""
         if self.measuring:
-            return math.inf, math.inf
+            return GraphRoom(math.inf, math.inf)
         self.limits(graph, wanted=wanted)
         transient, plan = self.plans[-1]
         ahead = transient.full + plan.ahead
-        return ahead * transient.on_device, ahead * transient.on_host
+        return GraphRoom(ahead * transient.on_device, ahead * transient.on_host, self.compute.free)
 
     def limits(self, graph: fx.Graph, *, wanted: int = 0) -> tuple[int, int]:
         """Return how many bytes may be gathered, and how many gathered or in flight; more than one group ahead if `wanted`."""

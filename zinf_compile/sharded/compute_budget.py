@@ -19,6 +19,7 @@ from zinf_compile.passes.analysis.compute_account import ComputeAccount, Forward
 from zinf_compile.passes.analysis.compute_choices import ChoiceAccounts
 from zinf_compile.passes.analysis.compute_graph import DEVICE_ROUNDING, ComputeGraph
 from zinf_compile.passes.analysis.compute_memory import account_compute
+from zinf_compile.passes.analysis.step_regions import least_of_regions
 from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.activations import storages_of
@@ -82,6 +83,9 @@ class GraphCompute:
         """Whether it is neither: it has no backward."""
         self.saved = 0
         """Bytes that the forward leaves to its backward, and its results."""
+        self.free: Sequence[int] = ()
+        """Bytes by which each region of the graph that was measured last holds less than the one that holds most. None where host
+        memory is the device: an arena keeps there what gathers have used."""
 
     def expect(self, *, backward: bool, results: int | None) -> None:
         """Note what the next graph is; `results`: the outputs of a forward that are not saved for its backward."""
@@ -93,7 +97,8 @@ class GraphCompute:
         """Return the memory of a graph's compute."""
         if not self.counts:
             return NO_COMPUTE
-        facts = self._facts(self._as_performed(graph))
+        performed = self._as_performed(graph)
+        facts = self._facts(performed)
         if self.is_backward:
             account = account_compute(facts, forward=self._forward, results=self._results)
         else:
@@ -101,6 +106,7 @@ class GraphCompute:
         found = self.memory(account)
         if not self.is_backward:
             self._forward, self.saved = account.handed, found.saved
+        self.free = least_of_regions(performed, self.free_of_nodes(account)) if self._topology.host_apart else ()
         return found
 
     def by_choice(self, graphs: Sequence[fx.Graph], results: int | None) -> AccountsByChoice:
@@ -125,7 +131,7 @@ class GraphCompute:
         """Return the memory of a graph with this account, with the gradients that stay where parameters live now."""
         return dataclasses.replace(account.memory(self._gradient_stays), outside=self.outside)
 
-    def free(self, account: ComputeAccount) -> list[int]:
+    def free_of_nodes(self, account: ComputeAccount) -> list[int]:
         """Return the bytes by which each node of that graph holds less than the one that holds most."""
         return account.free(self._gradient_stays)
 

@@ -108,7 +108,7 @@ class Fit:
         measured = self._measured(moving)
         rows = [[each.device for each in row] for row in (self._passing(measured), self._needed(measured))]
         below = [min(max(row) - row[number] for row in rows) for number in range(len(measured))]
-        free = map(self._budget.compute.free, self._accounts_of(moving))
+        free = map(self._budget.compute.free_of_nodes, self._accounts_of(moving))
         return [[more + each for each in row] for more, row in zip(below, free, strict=True)]
 
     def _passing(self, measured: Sequence[ComputeMemory]) -> list[Sides]:

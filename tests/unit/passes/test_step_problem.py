@@ -14,6 +14,7 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes import region_passes, run_passes
 from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
+from zinf_compile.passes.analysis.step_regions import find_regions, least_of_regions
 from zinf_compile.passes.schedule.align_regions import align_regions
 from zinf_compile.plan.planners import PLANNERS
 from zinf_compile.plan.problem_parts import SavedValue, Unit
@@ -160,3 +161,16 @@ def test_every_planner_solves_the_problems_of_modules(name: str) -> None:
             assert list(members) == [unit.name for unit in problem.units]
             for planner in PLANNERS.values():
                 assert not verify(problem, planner(problem))
+
+
+def test_what_a_region_has_left_is_the_least_of_its_operators_and_of_the_transfers_around_it() -> None:
+    """A unit is brought in front of a region, and let go of behind it."""
+    forward, _ = graphs()
+    names = [node.name for node in forward.nodes]
+    assert names == ["x", "w", "u", "g", "v", "a", "b", "release_default", "k", "z", "c", "release_default_1", "output"]
+    regions = [{"a", "b"}, {"c"}]
+    assert [{node.name for node in each} for each in find_regions(forward).compute] == regions
+    spans = [range(names.index("c")), range(names.index("release_default"), len(names))]
+    for low in range(len(names)):
+        rows = [7 if place == low else 9 for place in range(len(names))]
+        assert least_of_regions(forward, rows) == [7 if low in span else 9 for span in spans]
