@@ -7,15 +7,16 @@ outside.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from zinf_compile._torch import BoxedCodeGen, is_boxed
 from zinf_compile.ir import ops
-from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, OpSpec, has_unit, position_of
+from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS, SPECS, OpSpec, has_unit, position_of
 from zinf_compile.ir.program import Program, tiers_of_gradients
 from zinf_compile.ir.steps import GradAlias, Issued, Region, Step
 from zinf_compile.passes.analysis.region_facts import place_of
@@ -119,6 +120,8 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
         leaves=tiers_of_gradients(steps, tiles_),
         sequence=collective_sequence(gm.graph),
         kept=frozenset(register[gather] for gather in _kept_gathers(gm.graph)),
+        ends=_last_units(gm.graph, register, {slot.key: register[n] for n in placeholders if (slot := slot_of(n)) is not None}),
+        begins=_first_units(gm.graph),
         leaving=tuple((memory.tier, 0 if memory.dynamic else memory.bytes) for memory in leaving(gm)),
     )
 
@@ -128,6 +131,28 @@ def _kept_gathers(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.target is ops.keep_for_backward and (full := node.all_input_nodes[0]).target is ops.wait:
             yield full.all_input_nodes[0]
+
+
+def _last_units(graph: fx.Graph, register: Mapping[fx.Node, int], places: Mapping[Hashable, int]) -> dict[int, int]:
+    """Return the registers of full units that are released behind all compute, with those of their parameters."""
+    found = {}
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node.target not in SCHEDULE_OPS:
+            break
+        if node.target is ops.release and not (slot := slot_behind(node)).in_tiles:
+            found[register[node.all_input_nodes[0]]] = places[slot.key]
+    return found
+
+
+def _first_units(graph: fx.Graph) -> frozenset[tuple[int, torch.dtype]]:
+    """Return the parameters whose full units are waited for before any compute, with the types of their gathers."""
+    found = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target not in SCHEDULE_OPS:
+            break
+        if node.target is ops.wait and not (slot := slot_behind(node)).in_tiles:
+            found.add((slot.index, fake_value(node).dtype))
+    return frozenset(found)
 
 
 def _number(tile: fx.Node) -> int:

@@ -28,6 +28,7 @@ from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.lanes.step_recorder import GraphRecorder
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
+from zinf_compile.runtime.memory.full_copies import HandedOn
 from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.unit import Tile, Unit
@@ -68,14 +69,15 @@ def execute(
     make_gradient: GradientMaker,
     *,
     space: ValueSpace | None = None,
+    handed: HandedOn | None = None,
 ) -> list[Any]:
     """Run the program on `args`, which is emptied; `units` fills its slots. Returns the graph's outputs.
 
-    `space`: where saved values go that leave for a drive.
+    `space`: where saved values go that leave for a drive. `handed`: what a forward leaves on the device for its backward.
     """
     context.lanes.meter.begin()
     recorder = None if (recording := context.lanes.meter.recorder) is None else recording.graph(program)
-    run = Run(program, units, context, args, space)
+    run = Run(program, units, context, args, space, handed)
     args.clear()
     registers = run.registers
     try:
@@ -128,7 +130,12 @@ def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any], u
 
 
 def _release(step: Release, run: Run) -> None:
-    """Do nothing: the register is freed after the step, and the ledger notices."""
+    """Let a backward have what it begins with. The register is freed after the step, and the ledger notices."""
+    if run.handed is None or (slot := run.program.ends.get(step.full)) is None:
+        return
+    unit, full = run.units[slot], run.registers[step.full]
+    if (run.program.slots[slot].index, full.dtype) in run.handed.wanted and isinstance(unit, Unit) and unit.backing is not None:
+        run.context.full_copies.hand_on(unit, full)
 
 
 def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:

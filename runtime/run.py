@@ -9,6 +9,7 @@ import torch
 
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.random_states import set_state_of
+from zinf_compile.runtime.memory.full_copies import HandedOn
 from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit
@@ -19,7 +20,7 @@ from .context import Context
 class Run:
     """One execution of a program: its registers, the units that fill its slots, and the gradients that are reduced in tiles."""
 
-    __slots__ = ("context", "program", "random", "registers", "space", "tiled", "units")
+    __slots__ = ("context", "handed", "program", "random", "registers", "space", "tiled", "units")
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class Run:
         context: Context,
         args: list[Any],
         space: ValueSpace | None = None,
+        handed: HandedOn | None = None,
     ) -> None:
         self.program = program
         self.units = units
@@ -37,6 +39,8 @@ class Run:
             self.registers[register] = value
         self.space = space
         """Where saved values go that leave for a drive."""
+        self.handed = handed
+        """What a forward leaves for its backward; None: nothing."""
         self.tiled: dict[Unit, TileGradients] = {}
         self.random: dict[str, torch.Tensor] = {}
         """By device: the state that its random generator gets back when compute that runs again has drawn its numbers."""

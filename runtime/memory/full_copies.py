@@ -1,4 +1,5 @@
-"""Full units that stay on the device until their values change, so that a step gathers each once: `reshard_after_backward=False`.
+"""Full units that stay on the device: until their values change, so that a step gathers each once, for
+`reshard_after_backward=False`; or from the end of a forward to its backward, which begins with them.
 
 Note: present values
     A copy is made by the first gather behind a change, and dropped by the next change: by `Unit.changing` and
@@ -9,10 +10,11 @@ Note: present values
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -24,6 +26,14 @@ class Copied(Protocol):
     """A `Unit`, as far as there are copies of it."""
 
     serial: int
+
+
+@dataclasses.dataclass(eq=False)
+class HandedOn:
+    """What a forward on one rank leaves on the device for its backward, which would bring it again at once."""
+
+    wanted: frozenset[tuple[int, torch.dtype]] = frozenset()
+    """The units that the backward begins with, see `Program.begins`."""
 
 
 class _Copy:
@@ -55,6 +65,8 @@ class FullCopies:
 
     def __init__(self) -> None:
         self._copies: weakref.WeakKeyDictionary[Copied, _Copy] = weakref.WeakKeyDictionary()
+        self._handed_on: weakref.WeakSet[Copied] = weakref.WeakSet()
+        """Those that are there until a backward takes them, or another graph begins."""
         self._handed_out: weakref.WeakSet[Copied] = weakref.WeakSet()
         self._lock = threading.RLock()  # a unit that is dropped may call from inside
 
@@ -69,7 +81,14 @@ class FullCopies:
     def find(self, unit: Copied, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a unit's present values in a type, in the parameter's shape, for the current stream; None: they aren't there."""
         copy = self._copies.get(unit)
-        return copy.read() if copy is not None and copy.full.dtype == dtype else None
+        if copy is None or copy.full.dtype != dtype:
+            return None
+        if unit in self._handed_on:
+            if copy.stream != current_stream(copy.full.device):
+                return None  # its memory comes back in the order of its own stream
+            self.drop(unit)
+            return copy.full
+        return copy.read()
 
     def keep(self, unit: Copied, full: torch.Tensor) -> None:
         """Keep a unit that the current stream has gathered, in memory that nothing else uses; the first of several types."""
@@ -78,11 +97,25 @@ class FullCopies:
         with self._lock:
             self._copies[unit] = _Copy(full)
 
+    def hand_on(self, unit: Copied, full: torch.Tensor) -> None:
+        """Keep a unit until a backward takes it, by `find`, or `end_handed_on`."""
+        if unit not in self._copies:
+            self.keep(unit, full)
+            if unit in self._copies:
+                self._handed_on.add(unit)
+
+    def end_handed_on(self, but: Callable[[], Iterable[Copied]] = tuple) -> None:
+        """Have no unit that was handed on, `but` those with which the graph begins that is about to run."""
+        if self._handed_on:
+            for unit in set(self._handed_on) - set(but()):
+                self.drop(unit)
+
     def drop(self, unit: Copied) -> None:
         """Have no copy of a unit, whose values are about to change."""
         if self._copies:
             with self._lock:
                 copy = self._copies.pop(unit, None)
+                self._handed_on.discard(unit)
             if copy is not None:
                 copy.end()
 
@@ -96,6 +129,14 @@ class FullCopies:
         """Return a hash, of 32 bits, of those units that have a copy; 0: none has."""
         serials = sorted({unit.serial for unit in units if unit in self._copies}) if self._copies else ()
         return zlib.crc32(",".join(map(str, serials)).encode()) or 1 if serials else 0
+
+    @property
+    def handed_on_bytes(self) -> int:
+        """The bytes of those that a backward is about to take."""
+        if not self._handed_on:
+            return 0
+        with self._lock:
+            return sum(copy.full.nbytes for unit, copy in self._copies.items() if unit in self._handed_on)
 
     @property
     def bytes(self) -> int:

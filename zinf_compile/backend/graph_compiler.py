@@ -27,6 +27,7 @@ from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_output
 from zinf_compile.passes.lower import RegionCompiler, lower, run_by_operator
 from zinf_compile.plan.saved_homes import choose_homes
 from zinf_compile.runtime.context import Context, context_for
+from zinf_compile.runtime.memory.full_copies import HandedOn
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
@@ -90,6 +91,7 @@ class GraphCompiler:
         """The values that decide bits. Tiers don't change it."""
         self._bucket = self.shape.bucket_bytes
         self._choices: Choices | None = None
+        self._handed = HandedOn()
         self._losses: Losses | None = None
         self.topology = Topology(host_apart=False)
         self.placements = Placements(config.placement())
@@ -339,7 +341,19 @@ class GraphCompiler:
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
         saved = SavedSpace(program, context, self.config.placement().nvme)
-        run = runner(live, context, saved, checks, makes_gradients=makes_gradients, results=self._results)
+        takes = self._budget is not None and self._budget.compute.is_backward
+        if takes:
+            self._handed.wanted = program.begins
+        run = runner(
+            live,
+            context,
+            saved,
+            checks,
+            makes_gradients=makes_gradients,
+            results=self._results,
+            handed=self._handed if context.size == 1 else None,  # ranks gather alike
+            takes=takes,
+        )
         run.budget, run.kept = self._budget, kept  # type: ignore[attr-defined]  # reservations, as long as the graph may run
         return run
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from zinf_compile._torch import inside_ddp
+from zinf_compile.ir.program import Program
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.memory.activations import storages_of
+from zinf_compile.runtime.memory.full_copies import HandedOn
+from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.compute_budget import maker_of
 from zinf_compile.sharded.gradient import ShardedGradient
@@ -22,10 +26,19 @@ from .wrappers import wrapped_in
 
 
 def runner(
-    live: LiveProgram, context: Context, saved: SavedSpace, checks: CallChecks, *, makes_gradients: bool, results: int | None
+    live: LiveProgram,
+    context: Context,
+    saved: SavedSpace,
+    checks: CallChecks,
+    *,
+    makes_gradients: bool,
+    results: int | None,
+    handed: HandedOn | None,
+    takes: bool,
 ) -> Callable[[list[Any]], list[Any]]:
     """Return what binds the arguments of a call and performs the program.
 
+    `handed`: what it leaves for its backward, or `takes` from its forward; None: nothing.
     `results`: of its outputs, the number that the caller gets, the rest are saved for the backward; None: all.
     The other ranks are told of an error, so that none waits for this one.
     """
@@ -35,12 +48,16 @@ def runner(
         if inside_ddp():  # wrapped after this graph was compiled
             raise wrapped_in(DistributedDataParallel)
         try:
+            if not takes:
+                context.full_copies.end_handed_on()
             context.memory.begin_graph(makes_gradients=makes_gradients)
             now, (space, lack_of_space) = live.program, saved.reserve()
             units = live.binder.bind(args, lacks_space=lack_of_space)
+            if takes:
+                context.full_copies.end_handed_on(partial(_first_of, now, units))
             context.memory.trim_arena()  # the check has seen what others have taken
             given = storages_of(args) if checks.counts else None
-            returned = execute(now, units, context, args, ShardedGradient, space=space)
+            returned = execute(now, units, context, args, ShardedGradient, space=space, handed=None if takes else handed)
             if given is not None:
                 maker = maker_of(units.values())
                 own = checks.reservations
@@ -55,3 +72,10 @@ def runner(
 
     run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
     return run
+
+
+def _first_of(program: Program, units: Mapping[int, Unit | Tile]) -> list[Unit]:
+    """Return the units with which a program begins."""
+    first = {index for index, _ in program.begins}
+    found = (units[register] for register, slot in program.slots.items() if slot.index in first)
+    return [unit for unit in found if isinstance(unit, Unit)]

@@ -133,6 +133,10 @@ class Program:
     """The collectives in order, one line each: what all ranks must agree on."""
     kept: frozenset[int] = frozenset()
     """Registers of gathers whose unit is kept for the backward."""
+    ends: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Register of a full unit that is released behind the last region -> input register of the parameter."""
+    begins: frozenset[tuple[int, torch.dtype]] = frozenset()
+    """Slots, by `ParameterSlot.index`, whose full units are there before the first region, with the types of their gathers."""
     leaving: tuple[tuple[str, int], ...] = ()
     """Tier and bytes of each saved memory that leaves the device; 0 bytes where these change from call to call."""
     runs: tuple[tuple[int, int], ...] = dataclasses.field(init=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -68,11 +69,34 @@ def acted_plan(
             if each.kind is Kind.PARAM:
                 times = {key: getattr(each, key) + part.first for key in ("start", "due", "until")}
                 fetches += [dataclasses.replace(each, name=name, **times) for name in part.units.get(each.name, ())]
+    if problem.world_size == 1:
+        fetches = _handed_on(problem, parts, fetches)
     fetches += [row for row in base.local.fetches if row.kind is Kind.SAVED]  # graphs issue them behind those of units
     known = {unit.name for unit in problem.units if unit.is_gathered}
     shared = dataclasses.replace(base.shared, gathers=tuple(row for row in gathers if row.unit in known))
     stores = base.local.stores if in_flight is None else _within(problem, base.local.stores, in_flight)
     return dataclasses.replace(base, shared=shared, local=dataclasses.replace(base.local, fetches=tuple(fetches), stores=stores))
+
+
+def _handed_on(problem: StepProblem, parts: Sequence[Part], fetches: Sequence[Fetch]) -> list[Fetch]:
+    """Return the fetches without those of units that a backward begins with, and that the forward right before it has left."""
+    regions = problem.regions
+    begins = {
+        behind.first for before, behind in itertools.pairwise(parts) if _is_pair(regions[before.first], regions[behind.first])
+    }
+    ends = {(row.name, row.until) for row in fetches if row.to == problem.device and not problem.unit[row.name].is_gathered}
+    handed = {(row.name, row.due): row.until for row in fetches if row.due in begins and (row.name, row.due) in ends}
+    return [
+        dataclasses.replace(row, until=handed.get((row.name, row.until), row.until)) if row.to == problem.device else row
+        for row in fetches
+        if (row.name, row.due) not in handed
+    ]
+
+
+def _is_pair(before: Region, behind: Region) -> bool:
+    """Say whether two regions are of a forward and its backward."""
+    backward = before.graph.replace("forward", "backward", 1)
+    return before.graph != backward and (behind.graph, behind.micro_batch) == (backward, before.micro_batch)
 
 
 def _within(problem: StepProblem, stores: Sequence[Store], limit: int) -> tuple[Store, ...]:

@@ -162,7 +162,8 @@ def lack_of_second_gradients(context: Context, units: Iterable[Unit]) -> dict[Ti
     for side, ledger, cap, passing in sides:
         more = second[side]
         if more and cap is not None:
-            held = held_bytes(ledger, more + passing, cap, context.memory)
+            handed = context.full_copies.handed_on_bytes if side == Tier.DEVICE else 0  # which `passing` includes
+            held = held_bytes(ledger, more + passing - handed, cap, context.memory) - handed
             works = reservations.works(side, held, second=more)
             if not ledger.now()["states"]:  # no step was made yet
                 works = max(works, reservations.planned(side))

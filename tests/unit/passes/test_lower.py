@@ -246,3 +246,18 @@ def test_constants_of_the_module_reach_their_regions() -> None:
     product, constant = perform(lower(gm, name="test"), [torch.tensor([3.0, 4.0])])
     assert product.tolist() == [3.0, 0.0]
     assert constant.tolist() == [1.0, 0.0]
+
+
+def test_a_program_knows_the_units_that_it_begins_and_ends_with() -> None:
+    """Those that are there before any compute, and those that are let go of behind all of it."""
+    text = "{}; a = mm(x, v); b = mm(a, z); release(v); release(z); r = reduce_scatter(b, w); return (b, r)"
+    gathers = "g = all_gather(w); h = all_gather(u); v = wait(g); z = wait(h)"
+    program = lowered(text.format(gathers), **INPUTS)
+    fulls = [step.full for step in program.steps if isinstance(step, Release)]
+    assert dict(program.ends) == {fulls[0]: 1, fulls[1]: 2}
+    index = {slot.name: slot.index for slot in program.slots.values()}
+    assert program.begins == {(index["w"], torch.float32), (index["u"], torch.float32)}
+    later = lowered(SCHEDULE, **INPUTS)
+    assert not later.begins, "compute comes first"
+    last = [step.full for step in later.steps if isinstance(step, Release)][-1]
+    assert dict(later.ends) == {last: 2}

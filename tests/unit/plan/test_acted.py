@@ -13,6 +13,7 @@ from zinf_compile.plan.acted import Part, acted_plan
 from zinf_compile.plan.plan import Fetch, Kind, Local, Plan
 from zinf_compile.plan.planners import just_in_time
 from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Allowed
 from zinf_compile.plan.verify import verify
 
 BLOCKS = 4
@@ -104,6 +105,32 @@ def graph_plans(problem: StepProblem) -> list[Part]:
         ]
         parts.append(Part(Plan(local=Local(fetches=tuple(rows))), first, {unit.name: (unit.name,) for unit in problem.units}))
     return parts
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_backward_takes_what_its_forward_has_at_its_end(micro_batches: int) -> None:
+    """The last block's unit is fetched once for both, and that of the first one for each: a step is in between."""
+    problem = training(1, BLOCKS, tiers=2, micro_batches=micro_batches, device=1.0, host=1.0)
+    problem = dataclasses.replace(problem, allowed=Allowed(params=(Tier.HOST,), grads=(Tier.HOST,), states=(Tier.HOST,)))
+    regions = tuple(dataclasses.replace(region, graph=f"{region.structure} 0") for region in problem.regions)
+    problem = dataclasses.replace(problem, regions=regions)
+    plan = acted_plan(problem, graph_plans(problem), just_in_time(problem).local.homes)
+    fetches = [(row.name, row.due, row.until) for row in plan.local.fetches if row.kind is Kind.PARAM]
+    for batch in range(micro_batches):
+        border = (2 * batch + 1) * BLOCKS
+        last = [row for row in fetches if row[0] == f"w{BLOCKS - 1}" and border - BLOCKS <= row[1] < border + BLOCKS]
+        assert last == [(f"w{BLOCKS - 1}", border - 1, border + 1)]
+    assert len(fetches) == micro_batches * (2 * BLOCKS - 1)
+    assert verify(problem, plan) == []
+
+
+def test_the_backward_of_another_graph_takes_nothing() -> None:
+    problem = training(1, BLOCKS, tiers=2, device=1.0, host=1.0)
+    names = ["forward 0"] * BLOCKS + ["backward 1"] * BLOCKS
+    regions = tuple(dataclasses.replace(region, graph=name) for region, name in zip(problem.regions, names, strict=True))
+    problem = dataclasses.replace(problem, regions=regions)
+    homes = just_in_time(dataclasses.replace(problem, allowed=Allowed(params=(Tier.HOST,)))).local.homes
+    assert len(acted_plan(problem, graph_plans(problem), homes).local.fetches) == 2 * BLOCKS
 
 
 def test_units_are_fetched_before_saved_values_that_start_with_them() -> None:

@@ -60,3 +60,38 @@ def test_a_copy_goes_with_its_unit() -> None:
     del unit
     gc.collect()
     assert not copies
+
+
+def test_what_is_handed_on_is_taken_once() -> None:
+    copies, unit, other = FullCopies(), Unit(0), Unit(1)
+    full = torch.ones(3)
+    copies.hand_on(unit, full)
+    copies.hand_on(other, torch.ones(2))
+    assert copies.find(unit, torch.bfloat16) is None, "another type is brought, and this one is still there"
+    assert copies.find(unit, torch.float32) is full
+    assert copies.find(unit, torch.float32) is None
+    copies.end_handed_on(lambda: [unit])
+    assert not copies
+
+
+def test_a_graph_ends_what_was_handed_to_another_one() -> None:
+    copies, mine, another, kept = FullCopies(), Unit(0), Unit(1), Unit(2)
+    copies.keep(kept, torch.ones(1))
+    for unit in (mine, another, kept):
+        copies.hand_on(unit, torch.ones(1))
+    copies.end_handed_on(lambda: [mine])
+    assert (copies.holds(mine), copies.holds(another), copies.holds(kept)) == (True, False, True)
+    assert (copies.handed_on_bytes, copies.bytes) == (4, 8)
+    copies.end_handed_on()
+    assert (copies.holds(mine), copies.holds(kept)) == (False, True), "a copy that stays is no graph's"
+    assert copies.find(kept, torch.float32) is copies.find(kept, torch.float32)
+
+
+def test_a_change_ends_what_was_handed_on() -> None:
+    copies, unit = FullCopies(), Unit(0)
+    copies.hand_on(unit, torch.ones(1))
+    copies.drop(unit)
+    assert copies.find(unit, torch.float32) is None
+    copies.hand_out(unit)
+    copies.hand_on(unit, torch.ones(1))
+    assert not copies
