@@ -20,7 +20,7 @@ from .context import Context
 class Run:
     """One execution of a program: its registers, the units that fill its slots, and the gradients that are reduced in tiles."""
 
-    __slots__ = ("context", "handed", "program", "random", "registers", "space", "tiled", "units")
+    __slots__ = ("context", "handed", "program", "random", "registers", "space", "takes_copies", "tiled", "units")
 
     def __init__(
         self,
@@ -41,6 +41,8 @@ class Run:
         """Where saved values go that leave for a drive."""
         self.handed = handed
         """What a forward leaves for its backward; None: nothing."""
+        self.takes_copies = False
+        """Whether a register holds a `HeldCopy`."""
         self.tiled: dict[Unit, TileGradients] = {}
         self.random: dict[str, torch.Tensor] = {}
         """By device: the state that its random generator gets back when compute that runs again has drawn its numbers."""

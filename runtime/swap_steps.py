@@ -30,7 +30,7 @@ from .run import Run
 def perform_swap_in(step: SwapIn, run: Run) -> None:
     """Start the swaps of a group to its devices, or one hop of their way there."""
     members: Sequence[tuple[int, int]] = step.members
-    if run.context.full_copies:
+    if run.context.full_copies or run.takes_copies:
         members = _without_copies(members, run)
     if len(members) > 1 and step.dst == Tier.DEVICE and run.context.link.copies_together:
         members = _swap_in_together(members, run)
@@ -67,6 +67,7 @@ def _without_copies(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[
             run.registers[out] = value
         elif not isinstance(value, SwapHandle) and isinstance(unit, Unit) and run.context.full_copies.holds(unit):
             run.registers[out] = HeldCopy(unit)
+            run.takes_copies = True  # also where another thread drops it before the next hop
         else:
             left.append((source, out))
     return left

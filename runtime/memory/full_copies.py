@@ -99,15 +99,18 @@ class FullCopies:
 
     def hand_on(self, unit: Copied, full: torch.Tensor) -> None:
         """Keep a unit until a backward takes it, by `find`, or `end_handed_on`."""
-        if unit not in self._copies:
-            self.keep(unit, full)
-            if unit in self._copies:
-                self._handed_on.add(unit)
+        with self._lock:
+            if unit not in self._copies:
+                self.keep(unit, full)
+                if unit in self._copies:
+                    self._handed_on.add(unit)
 
     def end_handed_on(self, but: Callable[[], Iterable[Copied]] = tuple) -> None:
         """Have no unit that was handed on, `but` those with which the graph begins that is about to run."""
         if self._handed_on:
-            for unit in set(self._handed_on) - set(but()):
+            with self._lock:
+                ended = set(self._handed_on) - set(but())
+            for unit in ended:
                 self.drop(unit)
 
     def drop(self, unit: Copied) -> None:

@@ -197,7 +197,7 @@ class Needed:
         norms_on_device: bool = False,
     ) -> None:
         self.params, self.grads, self.states = placement
-        self.unified, self.piece = unified, piece
+        self.unified, self.piece, self.ranks = unified, piece, ranks
         self.on_device = (update or ("device" if self.states == "device" else "host")) == "device"
         self.late = set(placement) == {"nvme"} if unified else not self.on_device
         """A step may still be under way when the next forward begins."""
@@ -217,8 +217,9 @@ class Needed:
         return sum((self._leaves(name, self.params, self.element) for name in FORWARD), Traffic())
 
     def gathers(self) -> Traffic:
-        """A forward and a backward bring what they use."""
-        return sum((self._comes(name, self.params) for name in FORWARD + BACKWARD), Traffic())
+        """A forward and a backward bring what they use; on one rank the backward, of one region, finds all of it there."""
+        again = () if self.ranks == 1 else BACKWARD
+        return sum((self._comes(name, self.params) for name in FORWARD + again), Traffic())
 
     def gradients(self) -> Traffic:
         """A backward brings each gradient to its tier."""
