@@ -148,7 +148,7 @@ class Config:
 
     planner: str | Callable[..., Any] | None = None
     """What decides when parameters' transfers start, and how long they stay: the name of a planner, or a function from a
-    `StepProblem` to a `Plan`, the same on all ranks. Default: fixed rules. Numbers are the same for any planner."""
+    `StepProblem` to a `Plan`, the same on all ranks. Default: fixed rules; `cached_prefetch` for one device's `device_memory`."""
 
     machine: str | os.PathLike[str] | None = None
     """The machine by whose rates `"auto"` decides what moves and what is made again: the name of a shipped profile, or a file

@@ -109,8 +109,10 @@ def test_memory_sets_a_limit_where_the_options_do(monkeypatch: pytest.MonkeyPatc
         trace(dump_targets.tiny_gpt, options=OPTIONS | NVME | {"device_memory": 1, "host_memory": "1GiB"}, device="cuda")
     least = int(str(caught.value).split("the smallest that works is ")[1].split(".")[0].replace(",", ""))
     tight = OPTIONS | NVME | {"device_memory": least, "host_memory": "1GiB"}
-    found = trace(dump_targets.tiny_gpt, options=tight, device="cuda")
+    found = trace(dump_targets.tiny_gpt, options=tight | {"planner": "just_in_time"}, device="cuda")
     assert max(s.traffic.live for s in found) < max(s.traffic.live for s in traced("tiny_gpt", "nvme", device="cuda"))
+    planned = trace(dump_targets.tiny_gpt, options=tight, device="cuda")
+    assert all("plan by cached_prefetch" in s.plan for s in planned), "more is there where compute takes less"
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -98,3 +99,22 @@ def test_a_recorded_step_is_a_legal_plan_within_the_caps(given: dict[str, str]) 
     bound = recording.bound()
     assert bound is not None
     assert bound.seconds <= step_seconds(problem, plan) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("given", "planner"), [({}, "cached_prefetch"), ({"planner": "one_ahead"}, "one_ahead")])
+def test_one_device_with_a_cap_is_planned_for(given: dict[str, str], planner: str, device: SimulatedDevice) -> None:
+    model, step = trained(params="host", grads="host", optimizer="host", **({"planner": None} | given))
+    assert {kept.plan.planner for kept in graphs_of(model, step).values()} == {planner}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_without_a_cap_or_without_a_device_fixed_rules_decide(apart: bool, tmp_path: Any) -> None:
+    away = dict.fromkeys(("params", "grads", "optimizer"), "nvme") | {"nvme": str(tmp_path), "planner": None}
+    with simulating(SimulatedDevice()) if apart else contextlib.nullcontext():
+        model, step = trained(**away, device_memory=None if apart else 1_500_000)
+        recording = zinf_compile.timeline(model)
+        step()
+        step()
+    assert recording.done
+    assert recording.planned is None
+    assert "was not planned" in recording.note

@@ -48,7 +48,7 @@ from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
 from .losses import Losses
 from .placement_of_inputs import follow_units, placements_of, refuse_closed, with_piece
-from .plan_graphs import GraphPlanner
+from .plan_graphs import GraphPlanner, planner_of
 from .regions import InductorRegions, prepare
 from .remake import ForwardRegions, plan_remade
 from .replan import replanner_of
@@ -159,7 +159,7 @@ class GraphCompiler:
         self._losses = Losses(self.shape, self._choices, ranks=context.size)
         self._bucket = self.shape.bucket_of(slots)
         self._budget = self.make_budget(slots, example_inputs, context)
-        self.planner = None if self.config.planner is None else self.make_planner(context)
+        self.planner = None if planner_of(self.config, self.topology, size=context.size) is None else self.make_planner(context)
         if self.planner is not None:
             self.planner.placements = self.placements
         if self.config.compute == "inductor":

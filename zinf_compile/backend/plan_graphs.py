@@ -9,7 +9,7 @@ import math
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -49,6 +49,16 @@ _NEAR = ("just_in_time", "one_ahead")
 """Planners that use no more memory than fixed rules do."""
 
 
+DEFAULT = "cached_prefetch"
+"""The planner of graphs on one rank, beside a device whose memory has a cap that is given, where option `planner` names none."""
+
+
+def planner_of(config: Config, topology: Topology, *, size: int) -> str | Callable[..., Any] | None:
+    """Return what plans transfers on so many ranks; None: fixed rules."""
+    is_default = config.device_memory is not None and topology.host_apart and size == 1
+    return DEFAULT if config.planner is None and is_default else config.planner
+
+
 class Again(Protocol):
     """Plans graphs again once costs are measured: a `Replanner`."""
 
@@ -72,8 +82,8 @@ class GraphPlanner:
         together: bool,
         replanner: Again | None = None,
     ) -> None:
-        self._given = config.planner
-        self._name = config.planner_name()
+        self._given = DEFAULT if config.planner is None else config.planner
+        self.name = DEFAULT if config.planner is None else config.planner_name()
         self._key = config.signature()
         self.placements = Placements(config.placement())
         """Where the states of each parameter live."""
@@ -94,14 +104,14 @@ class GraphPlanner:
     def plan(self, graph: fx.Graph, room: Room, *, is_backward: bool = False) -> PlannedGraph:
         """Plan a graph that `region_passes` have seen, within `room`. Collective where ranks plan together."""
         members = unit_members([graph], self.home)
-        whole = 0 if self._name in _NEAR else sum(slot.bytes for slots in members.values() for slot in slots)
+        whole = 0 if self.name in _NEAR else sum(slot.bytes for slots in members.values() for slot in slots)
         problem = self._problem(graph, room(graph, whole), is_backward=is_backward)
         key = (self._key, ahead_key(graph), tuple(unit.home for unit in problem.units))
         if self._ranks is not None and self._ranks.size > 1:
             problem, plan = self._plan_of_all(self._ranks, problem, key)
         else:
             plan = self.made_for(problem)
-        check(problem, plan, planner=self._name)
+        check(problem, plan, planner=self.name)
         self.made.append((problem, plan))
         if self._ranks is not None:
             placements = self.placements
@@ -140,7 +150,7 @@ class GraphPlanner:
         with rare_collections(), self._named_in_errors():
             plan = planner(problem)
         if not isinstance(plan, Plan):
-            raise PlanError(f"planner {self._name!r} returned a {type(plan).__name__}; accepted: a Plan")
+            raise PlanError(f"planner {self.name!r} returned a {type(plan).__name__}; accepted: a Plan")
         return plan
 
     @contextlib.contextmanager
@@ -153,7 +163,7 @@ class GraphPlanner:
                 raise
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename}:{last.lineno}"
-            raise PlanError(f"planner {self._name!r} raised {type(error).__name__}: {error} ({where})") from error
+            raise PlanError(f"planner {self.name!r} raised {type(error).__name__}: {error} ({where})") from error
 
     def _plan_of_all(self, ranks: Ranks, problem: StepProblem, key: Hashable) -> tuple[StepProblem, Plan]:
         """Return the plan of all ranks, and the problem that it is for: rank 0's, with the least room of all."""

@@ -29,12 +29,13 @@ from zinf_compile._torch import (
     tree_map,
 )
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
-from zinf_compile.backend.plan_graphs import GraphPlanner
+from zinf_compile.backend.plan_graphs import GraphPlanner, planner_of
 from zinf_compile.backend.through_dynamo import raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
 from zinf_compile.ir.compute_shape import ComputeShape
 from zinf_compile.ir.program import ParameterSlot, Program
+from zinf_compile.ir.tiers import Topology
 from zinf_compile.passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.print_graph import graph_text
@@ -144,7 +145,7 @@ def trace(
     model exceeds their caps.
     """
     config = Config.from_options(options, check_folders=False)
-    known = pass_names(config)
+    known = pass_names(config, world_size=world_size, device=device)
     if after is not None and after not in known:
         raise DumpError(f"pass {after!r} is not known; accepted: {', '.join(known)}")
     found: list[Scheduled] = []
@@ -212,9 +213,10 @@ def _off_meta(model: nn.Module, inputs: Any) -> Any:
     return tree_map(off_meta, inputs)
 
 
-def pass_names(config: Config) -> list[str]:
+def pass_names(config: Config, *, world_size: int = 1, device: str = "cpu") -> list[str]:
     """Return the passes by name, in order."""
-    plan = None if config.planner is None else _plans_nothing
+    topology = Topology(host_apart=device != "cpu")
+    plan = None if planner_of(config, topology, size=world_size) is None else _plans_nothing
     return [pass_name(p) for p in (*joint_passes(), *graph_passes(bucket_bytes=config.bucket_bytes, plan=plan))]
 
 
@@ -319,7 +321,7 @@ class Recorder(GraphCompiler):
         if self.planner is None:
             return text
         problem, plan = self.planner.made[-1]
-        return f"{text}# plan by {plan.planner or self.config.planner_name()}\n{schedule_table(problem, plan)}\n"
+        return f"{text}# plan by {plan.planner or self.planner.name}\n{schedule_table(problem, plan)}\n"
 
     def _run(self, gm: fx.GraphModule, passes: Sequence[Pass], *, policies: bool = False) -> tuple[str, str] | None:
         """Run the passes; return the graph as text before and after pass `after`, None if it isn't among them."""
