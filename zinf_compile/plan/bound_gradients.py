@@ -57,7 +57,7 @@ class GradientsProgramme(UpdatesProgramme):
         for number, interval in enumerate(made):
             # behind the region that makes a full one there is a shard, or the full one still
             at = (interval + 1) % self.intervals if unit.full_gradient_bytes and interval % 2 else interval
-            shares = dict.fromkeys(away, 1.0) | ({once: -1.0} if once is not None and number else {})
+            shares = dict.fromkeys(away, 1.0) | ({once: -1.0} if once is not None and number < len(made) - 1 else {})
             for column, share in shares.items():
                 self.made[at][column] += share * counted
                 self.total[link.name][column] += share * rest
@@ -68,7 +68,7 @@ class GradientsProgramme(UpdatesProgramme):
         """Add the share that is reduced once for all micro-batches, and so is whole on the device between them."""
         once = self.variable(1.0)
         self.rows.add({once: 1.0, **dict.fromkeys(away, -1.0)}, 0.0)
-        for interval in range(min(made) + 1, max(made)):
+        for interval in range(made[0] + 1, made[-1]):  # none, where the last one is behind the last moment
             self.used_room[interval][once] += unit.full_gradient_bytes
         return once
 
