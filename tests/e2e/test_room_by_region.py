@@ -13,6 +13,7 @@ from torch import nn
 from training import BACKEND, adamw
 
 import zinf_compile
+from zinf_compile.backend import plan_graphs
 from zinf_compile.backend.kept_graphs import KeptGraph, kept_graph
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.occupancy import occupied
@@ -105,6 +106,15 @@ def test_a_recorded_step_is_a_legal_plan_within_the_caps(given: dict[str, str]) 
 def test_one_device_with_a_cap_is_planned_for(given: dict[str, str], planner: str, device: SimulatedDevice) -> None:
     model, step = trained(params="host", grads="host", optimizer="host", **({"planner": None} | given))
     assert {kept.plan.planner for kept in graphs_of(model, step).values()} == {planner}
+
+
+@pytest.mark.usefixtures("device")
+def test_a_graph_of_many_regions_is_planned_by_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default takes seconds for hundreds of regions, also where it plans again between two steps."""
+    monkeypatch.setattr(plan_graphs, "LARGE", 2)
+    for given, planner in ((None, "greedy"), ("cached_prefetch", "cached_prefetch")):
+        model, step = trained(params="host", grads="host", optimizer="host", planner=given)
+        assert {kept.plan.planner for kept in graphs_of(model, step).values()} == {planner}
 
 
 @pytest.mark.parametrize("apart", [False, True])
