@@ -56,6 +56,9 @@ slow_problems = st.builds(
 )
 
 
+few_blocks = {"seed": st.integers(0, 1000), "blocks": st.integers(1, 3), "tiers": st.sampled_from((2, 3))}
+
+
 @settings(max_examples=40)
 @given(problem=slow_problems)
 def test_fewer_moments_only_lower_the_bound(problem: StepProblem) -> None:
@@ -67,9 +70,7 @@ def test_fewer_moments_only_lower_the_bound(problem: StepProblem) -> None:
 @given(
     problem=st.builds(
         training,
-        seed=st.integers(0, 1000),
-        blocks=st.integers(1, 3),
-        tiers=st.sampled_from((2, 3)),
+        **few_blocks,
         world=st.sampled_from((1, 2, 4)),
         saved=st.booleans(),
         device=st.just(2.0),
@@ -248,9 +249,7 @@ def reduced_once(problem: StepProblem, plan: Plan) -> Plan:
 @given(
     problem=st.builds(
         training,
-        seed=st.integers(0, 1000),
-        blocks=st.integers(1, 3),
-        tiers=st.sampled_from((2, 3)),
+        **few_blocks,
         world=st.sampled_from((2, 4)),
         micro_batches=st.just(3),
         speed=st.sampled_from((0.05, 1.0)),
