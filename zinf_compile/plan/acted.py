@@ -11,7 +11,7 @@ from types import MappingProxyType
 from zinf_compile.ir.saved_memory import SavedMemory
 
 from .plan import Fetch, Gather, Homes, Kind, Plan, Store
-from .planners._build import Stay, build
+from .planners._build import Stay, build, in_order
 from .planners._updates import deferred
 from .problem import StepProblem
 from .problem_parts import Region, SavedValue
@@ -117,8 +117,7 @@ def _within(problem: StepProblem, stores: Sequence[Store], limit: int) -> tuple[
         held += unit.gradient_bytes
     for number, _ in under_way:
         found[number] = dataclasses.replace(found[number], due=problem.count)
-    places = {tier: number for number, tier in enumerate(problem.tiers)}
-    return tuple(sorted(found, key=lambda row: (row.start, row.due, places[row.to])))
+    return in_order(problem, found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

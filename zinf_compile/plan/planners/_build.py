@@ -93,13 +93,12 @@ def build(
     places = {tier: number for number, tier in enumerate(problem.tiers)}
     fetches.sort(key=lambda row: (row.start, row.due, -places[row.to]))
     gathers.sort(key=lambda row: (row.start, row.due))
-    all_stores = sorted([*saved_stores, *stores], key=lambda row: (row.start, row.due, places[row.to]))
     if updates is None:
         updates = at_step(problem, homes)
     local = Local(
         homes=homes,
         fetches=tuple(fetches),
-        stores=tuple(all_stores),
+        stores=in_order(problem, [*saved_stores, *stores]),
         updates=updates,
         update_buffers=buffers if buffers is not None else (CHUNK_BUFFERS if updates else 0),
         updates_done=max((done, *(update.due for update in updates))) if updates else problem.count,
@@ -110,6 +109,12 @@ def build(
             local = dataclasses.replace(local, update_buffers=local.update_buffers - 1)
             plan = dataclasses.replace(plan, local=local)
     return plan
+
+
+def in_order(problem: StepProblem, stores: Iterable[Store]) -> tuple[Store, ...]:
+    """Return stores in the order in which they are issued."""
+    places = {tier: number for number, tier in enumerate(problem.tiers)}
+    return tuple(sorted(stores, key=lambda row: (row.start, row.due, places[row.to])))
 
 
 def _hops(problem: StepProblem, kind: Kind, stay: Stay, source: Tier, until: int) -> list[Fetch]:
