@@ -48,7 +48,7 @@ from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
 from .losses import Losses
 from .placement_of_inputs import follow_units, placements_of, refuse_closed, with_piece
-from .plan_graphs import GraphPlanner, planner_of
+from .plan_graphs import GraphPlanner, is_planned
 from .regions import InductorRegions, prepare
 from .remake import ForwardRegions, plan_remade
 from .replan import replanner_of
@@ -159,7 +159,7 @@ class GraphCompiler:
         self._losses = Losses(self.shape, self._choices, ranks=context.size)
         self._bucket = self.shape.bucket_of(slots)
         self._budget = self.make_budget(slots, example_inputs, context)
-        self.planner = None if planner_of(self.config, self.topology, size=context.size) is None else self.make_planner(context)
+        self.planner = self.make_planner(context) if is_planned(self.config, self.topology, size=context.size) else None
         if self.planner is not None:
             self.planner.placements = self.placements
         if self.config.compute == "inductor":
@@ -351,7 +351,7 @@ class GraphCompiler:
             checks,
             makes_gradients=makes_gradients,
             results=self._results,
-            handed=self._handed if context.size == 1 else None,  # ranks gather alike
+            handed=None if takes or context.size > 1 else self._handed,  # ranks gather alike
             takes=takes,
         )
         run.budget, run.kept = self._budget, kept  # type: ignore[attr-defined]  # reservations, as long as the graph may run

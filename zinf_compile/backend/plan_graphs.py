@@ -9,7 +9,7 @@ import math
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import fx
 
@@ -57,10 +57,10 @@ LARGE = 300
 """Regions of a graph above which `greedy` takes its place: it plans in milliseconds what takes the default seconds."""
 
 
-def planner_of(config: Config, topology: Topology, *, size: int) -> str | Callable[..., Any] | None:
-    """Return what plans transfers on so many ranks; None: fixed rules."""
-    is_default = config.device_memory is not None and topology.host_apart and size == 1
-    return DEFAULT if config.planner is None and is_default else config.planner
+def is_planned(config: Config, topology: Topology, *, size: int) -> bool:
+    """Say whether a planner plans transfers on so many ranks, or else fixed rules."""
+    by_default = config.device_memory is not None and topology.host_apart and size == 1
+    return config.planner is not None or by_default
 
 
 class Again(Protocol):
@@ -86,8 +86,8 @@ class GraphPlanner:
         together: bool,
         replanner: Again | None = None,
     ) -> None:
-        self._given = DEFAULT if config.planner is None else config.planner
         self._is_default = config.planner is None
+        self._given = DEFAULT if config.planner is None else config.planner
         self.name = DEFAULT if config.planner is None else config.planner_name()
         self._key = config.signature()
         self.placements = Placements(config.placement())

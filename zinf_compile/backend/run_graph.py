@@ -38,7 +38,7 @@ def runner(
 ) -> Callable[[list[Any]], list[Any]]:
     """Return what binds the arguments of a call and performs the program.
 
-    `handed`: what it leaves for its backward, or `takes` from its forward; None: nothing.
+    `handed`: what it leaves for its backward; None: nothing. `takes`: whether it is one, which finds what its forward has left.
     `results`: of its outputs, the number that the caller gets, the rest are saved for the backward; None: all.
     The other ranks are told of an error, so that none waits for this one.
     """
@@ -57,7 +57,7 @@ def runner(
                 context.full_copies.end_handed_on(partial(_first_of, now, units))
             context.memory.trim_arena()  # the check has seen what others have taken
             given = storages_of(args) if checks.counts else None
-            returned = execute(now, units, context, args, ShardedGradient, space=space, handed=None if takes else handed)
+            returned = execute(now, units, context, args, ShardedGradient, space=space, handed=handed)
             if given is not None:
                 maker = maker_of(units.values())
                 own = checks.reservations

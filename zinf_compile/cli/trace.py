@@ -29,7 +29,7 @@ from zinf_compile._torch import (
     tree_map,
 )
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
-from zinf_compile.backend.plan_graphs import GraphPlanner, planner_of
+from zinf_compile.backend.plan_graphs import GraphPlanner, is_planned
 from zinf_compile.backend.through_dynamo import raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
@@ -216,7 +216,7 @@ def _off_meta(model: nn.Module, inputs: Any) -> Any:
 def pass_names(config: Config, *, world_size: int = 1, device: str = "cpu") -> list[str]:
     """Return the passes by name, in order."""
     topology = Topology(host_apart=device != "cpu")
-    plan = None if planner_of(config, topology, size=world_size) is None else _plans_nothing
+    plan = _plans_nothing if is_planned(config, topology, size=world_size) else None
     return [pass_name(p) for p in (*joint_passes(), *graph_passes(bucket_bytes=config.bucket_bytes, plan=plan))]
 
 
