@@ -6,6 +6,7 @@ outside.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
@@ -93,6 +94,7 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
     by_name = {node.name: node for node in placeholders}
     tiles = {node: by_name[unit] for node in placeholders if (unit := tile_of(node)) is not None}
     tiles_ = {register[node]: (register[unit], _number(node)) for node, unit in tiles.items()}
+    slots = {register[n]: slot for n in placeholders if (slot := slot_of(n)) is not None and n not in tiles}
     results = output.args[0]
     assert isinstance(results, (list, tuple)), "a graph returns a tuple of values"
     constants: dict[int, Any] = {}
@@ -110,7 +112,7 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
         name=name,
         registers=len(register) + len(constants),
         inputs=len(placeholders) - len(tiles),
-        slots={register[n]: slot for n in placeholders if (slot := slot_of(n)) is not None and n not in tiles},
+        slots=slots,
         tiles=tiles_,
         buffers={register[n]: buffer for n in placeholders if (buffer := buffer_of(n)) is not None},
         constants=constants,
@@ -120,7 +122,7 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
         leaves=tiers_of_gradients(steps, tiles_),
         sequence=collective_sequence(gm.graph),
         kept=frozenset(register[gather] for gather in _kept_gathers(gm.graph)),
-        ends=_last_units(gm.graph, register, {slot.key: register[n] for n in placeholders if (slot := slot_of(n)) is not None}),
+        ends=_last_units(gm.graph, register, {slot.key: place for place, slot in slots.items()}),
         begins=_first_units(gm.graph),
         leaving=tuple((memory.tier, 0 if memory.dynamic else memory.bytes) for memory in leaving(gm)),
     )
@@ -136,9 +138,7 @@ def _kept_gathers(graph: fx.Graph) -> Iterator[fx.Node]:
 def _last_units(graph: fx.Graph, register: Mapping[fx.Node, int], places: Mapping[Hashable, int]) -> dict[int, int]:
     """Return the registers of full units that are released behind all compute, with those of their parameters."""
     found = {}
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and node.target not in SCHEDULE_OPS:
-            break
+    for node in itertools.takewhile(_is_no_compute, reversed(graph.nodes)):
         if node.target is ops.release and not (slot := slot_behind(node)).in_tiles:
             found[register[node.all_input_nodes[0]]] = places[slot.key]
     return found
@@ -147,12 +147,14 @@ def _last_units(graph: fx.Graph, register: Mapping[fx.Node, int], places: Mappin
 def _first_units(graph: fx.Graph) -> frozenset[tuple[int, torch.dtype]]:
     """Return the parameters whose full units are waited for before any compute, with the types of their gathers."""
     found = set()
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target not in SCHEDULE_OPS:
-            break
+    for node in itertools.takewhile(_is_no_compute, graph.nodes):
         if node.target is ops.wait and not (slot := slot_behind(node)).in_tiles:
             found.add((slot.index, fake_value(node).dtype))
     return frozenset(found)
+
+
+def _is_no_compute(node: fx.Node) -> bool:
+    return node.op != "call_function" or node.target in SCHEDULE_OPS
 
 
 def _number(tile: fx.Node) -> int:
