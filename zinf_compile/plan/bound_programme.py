@@ -62,8 +62,8 @@ class Programme:
         self.standing: dict[Tier, dict[int, float]] = {tier: defaultdict(float) for tier in problem.tiers}
         self.buffers: list[dict[int, float]] = []
         """Bytes of the host of which only the largest count, beside what stands there."""
-        self.windows: dict[str, list[tuple[int, dict[int, float], float]]] = defaultdict(list)
-        """By lane: the interval until which something has to have passed, which begins with interval 0, its terms and seconds."""
+        self.updates_due: list[tuple[int, dict[int, float], float]] = []
+        """The interval until which a piece has to be updated, from interval 0 on, its terms, and the seconds of the host."""
         self.on_link: dict[str, list[dict[int, float]]] = {
             link.name: [defaultdict(float) for _ in range(self.intervals)] for link in problem.links
         }
@@ -127,21 +127,20 @@ class Programme:
             for buffer in self.buffers:
                 self.rows.add({**buffer, largest: -self.amount}, 0.0)
             self.rows.add({**self.standing[problem.host], largest: self.amount}, problem.room(problem.host))
-        for passing in self.windows.values():
-            self._limit_windows(passing)
+        self._limit_updates()
         combined = link_weights(problem)
         if "update" in self.total:
             combined.append({"update": 1.0})
         for weights in combined:
             self._limit(weights)
 
-    def _limit_windows(self, passing: list[tuple[int, dict[int, float], float]]) -> None:
-        """What has to pass until an interval passes within the seconds until then."""
-        ends = sorted({until for until, _, _ in passing})
+    def _limit_updates(self) -> None:
+        """What has to be updated until an interval is updated within the seconds until then."""
+        ends = sorted({until for until, _, _ in self.updates_due})
         for end in ends[:: max(1, len(ends) // WINDOWS)]:
             terms: dict[int, float] = defaultdict(float)
             allowed = 0.0
-            for until, own, seconds in passing:
+            for until, own, seconds in self.updates_due:
                 if until <= end:
                     allowed -= seconds
                     for column, value in own.items():

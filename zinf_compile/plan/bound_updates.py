@@ -78,7 +78,7 @@ class UpdatesProgramme(Programme):
         until = self.window(piece)
         if piece.host_seconds:
             seconds = count * piece.host_seconds
-            self.windows["update"].append((until, {on_device: -seconds}, seconds))
+            self.updates_due.append((until, {on_device: -seconds}, seconds))
         for homes, read, written in rows:
             if problem.host != device:
                 near = problem.tiers[1]
