@@ -49,6 +49,8 @@ class GraphRoom(NamedTuple):
     host: float
     more: Sequence[int] = ()
     """What the device has more of in each region than in that with the least; none given: nothing."""
+    results: int = 0
+    """Bytes of the graph's results, which the caller gets."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,12 +26,21 @@ class Headroom:
         return count
 
 
-def plan_graph(model: MemoryModel, transient: TransientMemory, *, spare: Sides, bucket_bytes: int, one_ahead: int) -> GraphPlan:
+def plan_graph(
+    model: MemoryModel,
+    transient: TransientMemory,
+    *,
+    spare: Sides,
+    bucket_bytes: int,
+    one_ahead: int,
+    gathers_first: bool = False,
+) -> GraphPlan:
     """Decide how far ahead one graph runs with `spare` bytes left within the caps.
 
     `one_ahead`: bytes gathered or being swapped in if the look-ahead alone bounds the schedule, the most that it can use. Memory
-    goes to chunks of the step first, then to gathers up to the default number of buckets, gradients, staging, and more gathers.
-    One part in `UNFORESEEN` stays free.
+    goes to chunks of the step first, then to gathers up to the default number of buckets, gradients, staging, and more gathers;
+    with `gathers_first` to all gathers before gradients: each region's own are counted without that. One part in `UNFORESEEN`
+    stays free.
     """
     headroom = Headroom(Sides(*(left - left // UNFORESEEN for left in spare)), model.topology)
     chunk_buffers = 1 + headroom.take(CHUNK_BUFFERS - 1, *model.chunk)
@@ -39,7 +48,8 @@ def plan_graph(model: MemoryModel, transient: TransientMemory, *, spare: Sides, 
     wished_ahead = max(0, max(widest, one_ahead) - transient.full) if transient.gathered else 0
     wished_reduced = max(0, BUCKETS_REDUCED * bucket_bytes - transient.reduced) if transient.reduced else 0
     wished_staging = max(0, STAGING_BYTES - model.staging) if model.staging else 0
-    ahead = headroom.take(min(widest - transient.full, wished_ahead), transient.on_device, transient.on_host)
+    first_ahead = wished_ahead if gathers_first else min(widest - transient.full, wished_ahead)
+    ahead = headroom.take(first_ahead, transient.on_device, transient.on_host)
     reduced = headroom.take(wished_reduced, 1)
     staging = headroom.take(wished_staging, 0, 1)
     ahead += headroom.take(wished_ahead - ahead, transient.on_device, transient.on_host)

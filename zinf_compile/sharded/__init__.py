@@ -35,6 +35,7 @@ gradient_types — The type that a gradient shows, its parameter's, beside the o
     arithmetic keeps both.
 graph_needs — What the forward and the backward of one captured graph need within the caps, and the refusal that names a
     cap for both.
+graph_room — The memory that a planner may use for the units of one graph, region by region.
 held_values — Whole values that autograd still needs after a parameter was partitioned.
 hollow_calls — Calls on parameters whose own memory is hollow: one handling for partitioned parameters and for
     materializing ones.

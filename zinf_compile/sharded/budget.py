@@ -33,6 +33,7 @@ from zinf_compile.runtime.units.create import shard_group_of
 from .caps import Caps, Collection, collect_unused, find_caps, held_bytes
 from .compute_budget import GraphCompute, outside_bytes, rounding_bytes
 from .graph_needs import GraphNeeds, Measures
+from .graph_room import room_for_units
 from .other_graphs import bytes_beside, copies_to_come, not_held_yet, running_units, transient_of_unseen, unseen_parameters
 from .parameter import ShardedParameter, unit_of
 from .planned_parameters import PlannedParameters
@@ -213,9 +214,7 @@ class GraphBudget:
         if self.measuring:
             return GraphRoom(math.inf, math.inf)
         self.limits(graph, wanted=wanted)
-        transient, plan = self.plans[-1]
-        ahead = transient.full + plan.ahead
-        return GraphRoom(ahead * transient.on_device, ahead * transient.on_host, self.compute.free)
+        return room_for_units(graph, *self.plans[-1], self.compute.free)
 
     def limits(self, graph: fx.Graph, *, wanted: int = 0) -> tuple[int, int]:
         """Return how many bytes may be gathered, and how many gathered or in flight; more than one group ahead if `wanted`."""
@@ -234,7 +233,8 @@ class GraphBudget:
         if not self._for_all:
             device, host = self._beside_all(transient)
         spare = Sides(device.spare, host.spare)
-        plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=max(next_inflight, wanted))
+        ahead, first = max(next_inflight, wanted), wanted > 0 and self._size == 1 and self._topology.host_apart
+        plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=ahead, gathers_first=first)
         if context.size > 1:
             plan = self._agree(graph, transient, plan)
         self.plans.append((transient, plan))

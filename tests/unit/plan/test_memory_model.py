@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from irtext import graph_of, unit
 
 from zinf_compile.ir.chunk_columns import StepTiers, buffer_bytes, chunk_columns
 from zinf_compile.ir.pieces import Piece, chunk_end, cut_chunks
@@ -18,10 +19,12 @@ from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, PIECE_ALIGN, UNFORESEEN, Sides
 from zinf_compile.ir.tiers import Placement, Tier, Topology
-from zinf_compile.plan.graph_plan import GraphMemory
+from zinf_compile.passes.graph.node_facts import mark_region
+from zinf_compile.plan.graph_plan import GraphMemory, GraphPlan
 from zinf_compile.plan.headroom import Headroom, plan_graph
 from zinf_compile.plan.memory_model import MemoryModel, adam_states, model_memory, step_chunk
 from zinf_compile.runtime.memory.reservations import Reservation, Reservations
+from zinf_compile.sharded.graph_room import room_for_units
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
 
@@ -181,6 +184,30 @@ def test_a_part_of_the_room_stays_free() -> None:
     room = UNFORESEEN << 10
     plan = plan_graph(model([]), passing, spare=Sides(room, room), bucket_bytes=1 << 20, one_ahead=300)
     assert plan.ahead == room - room // UNFORESEEN
+
+
+def test_gathers_may_come_before_gradients() -> None:
+    found = model([slot(0, 64)], params="host", grads="host")
+    passing = found.transient(graph(gathered=100, left=10, reduced=20))
+    room, ask = Sides(8 << 20, 8 << 20), {"bucket_bytes": 1 << 20, "one_ahead": 32 << 20}
+    shared = plan_graph(found, passing, spare=room, **ask)  # type: ignore[arg-type]
+    first = plan_graph(found, passing, spare=room, gathers_first=True, **ask)  # type: ignore[arg-type]
+    assert shared.reduced > 2 << 20
+    assert first.reduced == 0
+    assert first.ahead == shared.ahead + shared.reduced
+
+
+def test_what_is_planned_for_gradients_is_free_until_there_are_any() -> None:
+    lines = ["a = relu(x)", "b = relu(a)", "r = reduce_scatter(b, w)", "c = relu(b)", "return (c, r)"]
+    gm = graph_of("\n".join(lines), x=torch.empty(4, 4), w=unit(4, 4))
+    for node in gm.graph.nodes:
+        if node.name in "abc":
+            mark_region(node)
+    passing = model([slot(0, 64)], params="host", grads="host").transient(graph(gathered=100, left=10, reduced=20))
+    plan = GraphPlan(ahead=50, reduced=7, staging=0, chunk_buffers=1, wish=Sides(0, 0))
+    room = room_for_units(gm.graph, passing, plan, [1, 2, 3])
+    assert (room.device, list(room.more)) == (150, [1 + 27, 2, 3])
+    assert list(room_for_units(gm.graph, passing, plan, ()).more) == [], "compute isn't known region by region"
 
 
 @given(least=st.integers(0, 1000), more=st.integers(0, 200), wish=st.integers(0, 5000))
