@@ -33,6 +33,7 @@ from zinf_compile.passes.loss.chunk_loss import chunk_loss
 from zinf_compile.passes.schedule.align_regions import align_regions
 from zinf_compile.passes.schedule.drop_gathers import drop_gathers
 from zinf_compile.passes.schedule.group_units import group_units
+from zinf_compile.passes.schedule.hand_on_units import hand_on_units
 from zinf_compile.passes.schedule.insert_gathers import insert_gathers
 from zinf_compile.passes.schedule.insert_releases import insert_releases
 from zinf_compile.passes.schedule.insert_row_lookups import insert_row_lookups
@@ -193,6 +194,7 @@ def planned_passes(
     once = cache(plan)  # of the graph as the first of these passes finds it
     return (
         partial(keep_gathered, plan=once),
+        partial(hand_on_units, plan=once),
         partial(start_gathers, plan=once),
         partial(insert_swaps, params=params, grads=grads),
         partial(start_swaps, plan=once),

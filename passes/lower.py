@@ -18,11 +18,12 @@ from torch import fx
 from zinf_compile._torch import BoxedCodeGen, is_boxed
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS, SPECS, OpSpec, has_unit, position_of
-from zinf_compile.ir.program import Program, tiers_of_gradients
+from zinf_compile.ir.program import Program, SlotKey, tiers_of_gradients
 from zinf_compile.ir.steps import GradAlias, Issued, Region, Step
 from zinf_compile.passes.analysis.region_facts import place_of
 from zinf_compile.passes.graph.alias import alias_closure, aliased_inputs
 from zinf_compile.passes.graph.boundary import SizeInputs, boundary_of
+from zinf_compile.passes.graph.found_units import is_found
 from zinf_compile.passes.graph.node_facts import (
     argument_of,
     buffer_of,
@@ -122,8 +123,8 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
         leaves=tiers_of_gradients(steps, tiles_),
         sequence=collective_sequence(gm.graph),
         kept=frozenset(register[gather] for gather in _kept_gathers(gm.graph)),
-        ends=_last_units(gm.graph, register, {slot.key: place for place, slot in slots.items()}),
-        begins=_first_units(gm.graph),
+        ends=_last_units(gm.graph, register, {slot.key: register[n] for n in placeholders if (slot := slot_of(n)) is not None}),
+        finds=_found_units(gm.graph),
         leaving=tuple((memory.tier, 0 if memory.dynamic else memory.bytes) for memory in leaving(gm)),
     )
 
@@ -139,18 +140,17 @@ def _last_units(graph: fx.Graph, register: Mapping[fx.Node, int], places: Mappin
     """Return the registers of full units that are released behind all compute, with those of their parameters."""
     found = {}
     for node in itertools.takewhile(_is_no_compute, reversed(graph.nodes)):
-        if node.target is ops.release and not (slot := slot_behind(node)).in_tiles:
-            found[register[node.all_input_nodes[0]]] = places[slot.key]
+        if node.target is ops.release:
+            found[register[node.all_input_nodes[0]]] = places[slot_behind(node).key]
     return found
 
 
-def _first_units(graph: fx.Graph) -> frozenset[tuple[int, torch.dtype]]:
-    """Return the parameters whose full units are waited for before any compute, with the types of their gathers."""
-    found = set()
-    for node in itertools.takewhile(_is_no_compute, graph.nodes):
-        if node.target is ops.wait and not (slot := slot_behind(node)).in_tiles:
-            found.add((slot.index, fake_value(node).dtype))
-    return frozenset(found)
+def _found_units(graph: fx.Graph) -> frozenset[tuple[SlotKey, torch.dtype]]:
+    """Return the slots whose full units are awaited before any compute, or marked as found; with the types of their gathers."""
+    waits = [node for node in graph.nodes if node.target is ops.wait]
+    first = set(itertools.takewhile(_is_no_compute, graph.nodes)).intersection(waits)
+    found = (node for node in waits if node in first or is_found(node.all_input_nodes[0]))
+    return frozenset((slot_behind(node).key, fake_value(node).dtype) for node in found)
 
 
 def _is_no_compute(node: fx.Node) -> bool:

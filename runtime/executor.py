@@ -130,12 +130,13 @@ def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any], u
 
 
 def _release(step: Release, run: Run) -> None:
-    """Let a backward have what it begins with. The register is freed after the step, and the ledger notices."""
+    """Let a backward have what it finds. The register is freed after the step, and the ledger notices."""
     if run.handed is None or (slot := run.program.ends.get(step.full)) is None:
         return
     unit, full = run.units[slot], run.registers[step.full]
-    if (run.program.slots[slot].index, full.dtype) in run.handed.wanted and isinstance(unit, Unit) and unit.backing is not None:
-        run.context.full_copies.hand_on(unit, full)
+    if (run.program.key_of(slot), full.dtype) in run.handed.wanted and unit.backing is not None:
+        tile = unit if isinstance(unit, Tile) else None
+        run.context.full_copies.hand_on(unit if tile is None else tile.unit, full, tile=tile)
 
 
 def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:

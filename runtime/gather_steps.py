@@ -69,7 +69,7 @@ def _take_copies(step: Gather, run: Run) -> Members:
     left = []
     for source, out in step.members:
         unit = _unit_behind(source, run)
-        copy = run.context.full_copies.find(unit, step.dtype) if isinstance(unit, Unit) else None
+        copy = run.context.full_copies.find(unit, step.dtype)
         if copy is None:
             left.append((source, out))
         else:

@@ -41,7 +41,7 @@ class HeldCopy:
 
     __slots__ = ("unit",)
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit | Tile) -> None:
         self.unit = unit
 
 

@@ -65,7 +65,7 @@ def _without_copies(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[
         unit = run.units.get(source)
         if isinstance(value, HeldCopy):
             run.registers[out] = value
-        elif not isinstance(value, SwapHandle) and isinstance(unit, Unit) and run.context.full_copies.holds(unit):
+        elif not isinstance(value, SwapHandle) and unit is not None and run.context.full_copies.holds(unit):
             run.registers[out] = HeldCopy(unit)
             run.takes_copies = True  # also where another thread drops it before the next hop
         else:

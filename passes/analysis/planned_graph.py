@@ -21,6 +21,10 @@ class PlannedGraph:
     """The unit of each parameter, or tile, by its name."""
     first: int = 0
     """The number of the graph's first region in the plan."""
+    leaves: frozenset[str] = frozenset()
+    """The units that a forward leaves on the device for its backward."""
+    finds: frozenset[str] = frozenset()
+    """The units that a backward finds there."""
 
     def gather_of(self, parameter: str, region: int) -> Gather | None:
         """Return the gather for which a region waits, or whose unit it still finds; None where nothing is planned."""

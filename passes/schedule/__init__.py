@@ -3,6 +3,7 @@
 align_regions — Move transfers to the boundaries of regions, so that each region's compute is compiled as one.
 drop_gathers — Read parameters that hold their values instead of gathering them.
 group_units — Group transfers that are neighbours in order of use.
+hand_on_units — Hand units on from a forward to its backward where the plan says so.
 insert_gathers — Gather each partitioned unit in front of its uses.
 insert_releases — Release each gathered unit right after its last use.
 insert_row_lookups — Gather single rows for an embedding, where they are fewer bytes than its parameter.

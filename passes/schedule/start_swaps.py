@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 
 from torch import fx
@@ -11,7 +12,7 @@ from zinf_compile.ir.op_spec import LONE_GROUP
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.planned_graph import Planner
 from zinf_compile.passes.analysis.step_regions import region_starts, transfers_before
-from zinf_compile.passes.graph.node_facts import group_of, hop_of, slot_behind, starts_region
+from zinf_compile.passes.graph.node_facts import group_of, hop_of, set_group, slot_behind, starts_region
 
 
 def start_swaps(gm: fx.GraphModule, *, plan: Planner) -> fx.GraphModule:
@@ -22,7 +23,7 @@ def start_swaps(gm: fx.GraphModule, *, plan: Planner) -> fx.GraphModule:
     after:   s = swap_in(w0, "host", "device", 0);  t = swap_in(w1, "host", "device", 1);  g = all_gather(s, 0);  v = wait(g)
              a = mm(x, v);  release(v);  h = all_gather(t, 1);  u = wait(h);  b = mm(a, u);  release(u)
 
-    Swaps of one group start when the last of them does.
+    Swaps of one group that start at different boundaries are groups of their own from then on.
     """
     planned = plan(gm.graph)
     starts = region_starts(gm.graph)
@@ -31,17 +32,19 @@ def start_swaps(gm: fx.GraphModule, *, plan: Planner) -> fx.GraphModule:
         region += starts_region(node)
         if node.target is ops.wait:
             waited[node.args[0]] = region + 1
-    groups: dict[Hashable, list[fx.Node]] = {}
-    for node in gm.graph.nodes:
-        if node.target is ops.swap_in:
-            lone = group_of(node) == LONE_GROUP
-            groups.setdefault((node if lone else group_of(node), hop_of(node)), []).append(node)
-    for group in groups.values():
-        source, to = map(Tier, hop_of(group[0]))
-        boundary = max(planned.starts_hop(slot_behind(node).name, waited[_gather_of(node)], source, to) for node in group)
-        place = transfers_before(starts[boundary], {ops.all_gather, ops.wait})
-        for node in group:
-            place.prepend(node)
+    swaps = [node for node in gm.graph.nodes if node.target is ops.swap_in]
+    numbers = itertools.count(max(map(group_of, swaps), default=LONE_GROUP) + 1)
+    first: dict[Hashable, int] = {}
+    renamed: dict[Hashable, int] = {}
+    for node in swaps:
+        source, to = map(Tier, hop_of(node))
+        boundary = planned.starts_hop(slot_behind(node).name, waited[_gather_of(node)], source, to)
+        transfers_before(starts[boundary], {ops.all_gather, ops.wait}).prepend(node)
+        group = group_of(node), source, to
+        if group_of(node) != LONE_GROUP and first.setdefault(group, boundary) != boundary:
+            if (group, boundary) not in renamed:
+                renamed[group, boundary] = next(numbers)
+            set_group(node, renamed[group, boundary])
     return gm
 
 

@@ -1,5 +1,5 @@
 """Full units that stay on the device: until their values change, so that a step gathers each once, for
-`reshard_after_backward=False`; or from the end of a forward to its backward, which begins with them.
+`reshard_after_backward=False`; or from the end of a forward to their use in its backward, as tiles do, too.
 
 Note: present values
     A copy is made by the first gather behind a change, and dropped by the next change: by `Unit.changing` and
@@ -19,21 +19,22 @@ from typing import Protocol
 
 import torch
 
+from zinf_compile.ir.program import SlotKey
 from zinf_compile.runtime.system.accelerator import current_stream
 
 
 class Copied(Protocol):
-    """A `Unit`, as far as there are copies of it."""
+    """A `Unit`, as far as ranks compare which ones have copies."""
 
     serial: int
 
 
 @dataclasses.dataclass(eq=False)
 class HandedOn:
-    """What a forward on one rank leaves on the device for its backward, which would bring it again at once."""
+    """What a forward on one rank leaves on the device for its backward, which would bring it again."""
 
-    wanted: frozenset[tuple[int, torch.dtype]] = frozenset()
-    """The units that the backward begins with, see `Program.begins`."""
+    wanted: frozenset[tuple[SlotKey, torch.dtype]] = frozenset()
+    """The units that the backward finds there, see `Program.finds`."""
 
 
 class _Copy:
@@ -64,21 +65,23 @@ class FullCopies:
     """The full units of a rank that stay, each in the type of the gather that made it. Any thread may call."""
 
     def __init__(self) -> None:
-        self._copies: weakref.WeakKeyDictionary[Copied, _Copy] = weakref.WeakKeyDictionary()
-        self._handed_on: weakref.WeakSet[Copied] = weakref.WeakSet()
+        self._copies: weakref.WeakKeyDictionary[object, _Copy] = weakref.WeakKeyDictionary()
+        self._handed_on: weakref.WeakSet[object] = weakref.WeakSet()
         """Those that are there until a backward takes them, or another graph begins."""
-        self._handed_out: weakref.WeakSet[Copied] = weakref.WeakSet()
+        self._tiles: weakref.WeakKeyDictionary[object, weakref.WeakSet[object]] = weakref.WeakKeyDictionary()
+        """Of each unit, the tiles that were handed on."""
+        self._handed_out: weakref.WeakSet[object] = weakref.WeakSet()
         self._lock = threading.RLock()  # a unit that is dropped may call from inside
 
     def __bool__(self) -> bool:
         """Say whether there is one."""
         return bool(self._copies)
 
-    def holds(self, unit: Copied) -> bool:
+    def holds(self, unit: object) -> bool:
         """Say whether a unit's present values are there, in whatever type."""
         return unit in self._copies
 
-    def find(self, unit: Copied, dtype: torch.dtype) -> torch.Tensor | None:
+    def find(self, unit: object, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a unit's present values in a type, in the parameter's shape, for the current stream; None: they aren't there."""
         copy = self._copies.get(unit)
         if copy is None or copy.full.dtype != dtype:
@@ -90,22 +93,24 @@ class FullCopies:
             return copy.full
         return copy.read()
 
-    def keep(self, unit: Copied, full: torch.Tensor) -> None:
+    def keep(self, unit: object, full: torch.Tensor) -> None:
         """Keep a unit that the current stream has gathered, in memory that nothing else uses; the first of several types."""
         if unit in self._handed_out or unit in self._copies:
             return
         with self._lock:
             self._copies[unit] = _Copy(full)
 
-    def hand_on(self, unit: Copied, full: torch.Tensor) -> None:
-        """Keep a unit until a backward takes it, by `find`, or `end_handed_on`."""
+    def hand_on(self, unit: object, full: torch.Tensor, *, tile: object | None = None) -> None:
+        """Keep a unit, or a tile of it, until a backward takes it, by `find`, or `end_handed_on`."""
+        kept = unit if tile is None else tile
         with self._lock:
-            if unit not in self._copies:
-                self.keep(unit, full)
-                if unit in self._copies:
-                    self._handed_on.add(unit)
+            if kept not in self._copies and unit not in self._handed_out:
+                self._copies[kept] = _Copy(full)
+                self._handed_on.add(kept)
+                if tile is not None:
+                    self._tiles.setdefault(unit, weakref.WeakSet()).add(tile)
 
-    def end_handed_on(self, but: Callable[[], Iterable[Copied]] = tuple) -> None:
+    def end_handed_on(self, but: Callable[[], Iterable[object]] = tuple) -> None:
         """Have no unit that was handed on, `but` those with which the graph begins that is about to run."""
         if self._handed_on:
             with self._lock:
@@ -113,16 +118,18 @@ class FullCopies:
             for unit in ended:
                 self.drop(unit)
 
-    def drop(self, unit: Copied) -> None:
-        """Have no copy of a unit, whose values are about to change."""
+    def drop(self, unit: object) -> None:
+        """Have no copy of a unit, or of its tiles, whose values are about to change."""
         if self._copies:
             with self._lock:
+                for tile in self._tiles.pop(unit, ()):
+                    self.drop(tile)
                 copy = self._copies.pop(unit, None)
                 self._handed_on.discard(unit)
             if copy is not None:
                 copy.end()
 
-    def hand_out(self, unit: Copied) -> None:
+    def hand_out(self, unit: object) -> None:
         """Have no copy of a unit any more: others get its shard, and may change it unseen at any time."""
         with self._lock:
             self._handed_out.add(unit)

@@ -28,6 +28,7 @@ planned_step — The problem and the plan of a step that was recorded.
 remake — What can be dropped and made again in a backward; both graphs are given what a share of that takes.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 replan — Plans made anew from measured costs, between two steps.
+replan_pairs — Plans made again for a forward and its backward as one, so that units may stay from one to the other.
 run_graph — The callable that AOTAutograd runs in the place of one scheduled graph.
 saved_choices — What may become of saved values where a share of the blocks runs again: choices that `decide_memory` weighs.
 saved_values — Space on drives for the values that a graph saves there.

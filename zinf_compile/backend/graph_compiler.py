@@ -337,13 +337,11 @@ class GraphCompiler:
             checkpoint=self.config.checkpoint_folder(),
             place=None if self.homes is None else partial(place_at_call, self.config, self.placements, context),
         )
-        live = LiveProgram(program, bind)
+        takes = self._budget is not None and self._budget.compute.is_backward
+        live = LiveProgram(program, bind, finds=self._handed if takes else None)
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
         saved = SavedSpace(program, context, self.config.placement().nvme)
-        takes = self._budget is not None and self._budget.compute.is_backward
-        if takes:
-            self._handed.wanted = program.begins
         run = runner(
             live,
             context,

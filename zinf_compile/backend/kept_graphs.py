@@ -30,6 +30,7 @@ from zinf_compile.plan.costs import Costs
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Link
+from zinf_compile.runtime.memory.full_copies import HandedOn
 from zinf_compile.runtime.system.process_wide import process_wide
 
 from .bind import Binder
@@ -40,13 +41,16 @@ Function = Callable[[list[Any]], Sequence[Any]]
 class LiveProgram:
     """A program and its binder as they run now."""
 
-    def __init__(self, program: Program, make_binder: Callable[[Program], Binder]) -> None:
-        self._make_binder = make_binder
+    def __init__(self, program: Program, make_binder: Callable[[Program], Binder], *, finds: HandedOn | None = None) -> None:
+        """`finds`: of a backward, what its forward leaves on the device for it."""
+        self._make_binder, self._finds = make_binder, finds
         self.replace(program)
 
     def replace(self, program: Program) -> None:
         """Run another program from the next call on, with the same inputs and outputs."""
         self.program, self.binder = program, self._make_binder(program)
+        if self._finds is not None:
+            self._finds.wanted = program.finds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +73,13 @@ class Planned(Protocol):
     def topology(self) -> Topology:
         """How tiers are linked."""
 
+    @property
+    def plans_pairs(self) -> bool:
+        """Whether a forward and its backward may be planned as one."""
+
+    def home(self, slot: ParameterSlot) -> Tier:
+        """Return the tier on which a parameter's shard lives."""
+
     def made_for(self, problem: StepProblem) -> Plan:
         """Return the planner's plan for a problem."""
 
@@ -87,6 +98,16 @@ class Planned(Protocol):
         saved: Collection[Tier] = (),
     ) -> StepFacts:
         """Return what problems are made with."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Then:
+    """What a graph may be planned as from the next step on."""
+
+    problem: StepProblem
+    plan: Plan
+    members: Mapping[str, Sequence[ParameterSlot]]
+    handed: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -109,6 +130,10 @@ class KeptGraph:
     params: Path = ()
     grads: Path = ()
     """As those of `graph_passes`."""
+    handed: frozenset[str] = frozenset()
+    """Units that it leaves on the device for its backward, or that it finds there as one."""
+    results: int = 0
+    """Bytes of what the caller gets of it."""
     name: str = ""
     """Of its program."""
     functions: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
@@ -120,9 +145,21 @@ class KeptGraph:
         """Return the structure of each region, under which its seconds are kept."""
         return [structure_of(nodes) for nodes in find_regions(self.gm.graph).compute]
 
-    def planned(self, plan: Plan) -> PlannedGraph:
+    @property
+    def number(self) -> str:
+        """The captured graph's, which a forward and its backward share."""
+        return self.name.rpartition(" ")[2]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a backward."""
+        return self.name.startswith("backward")
+
+    def planned(self, then: Then) -> PlannedGraph:
         """Return a plan as passes look things up in it."""
-        return PlannedGraph(plan, {slot.name: name for name, slots in self.members.items() for slot in slots})
+        units = {slot.name: name for name, slots in then.members.items() for slot in slots}
+        leaves, finds = (frozenset(), then.handed) if self.is_backward else (then.handed, frozenset())
+        return PlannedGraph(then.plan, units, leaves=leaves, finds=finds)
 
     def noting(self, compile_region: RegionCompiler) -> RegionCompiler:
         """Return a compiler of regions whose results are kept."""
@@ -134,15 +171,22 @@ class KeptGraph:
 
         return compile_and_note
 
-    def lower(self, plan: Plan) -> Program:
+    def lower(self, then: Then) -> Program:
         """Return the program that acts out another plan. No region is compiled for it."""
         gm = LazyGraphModule(self.gm, copy.deepcopy(self.gm.graph))
         gm.meta.update(self.gm.meta)
-        planned = self.planned(plan)
+        planned = self.planned(then)
         hops = self.planner.topology.hops
         run_passes(gm, planned_passes(params=self.params, grads=self.grads, plan=lambda graph: planned, hops=hops))
         verify(gm)
         return lower(gm, name=self.name, compile_region=self._known)
+
+    def take(self, then: Then, program: Program) -> None:
+        """Run a program that acts out another plan from the next call on."""
+        assert self.live is not None, "it was scheduled"
+        self.planner.adopt(self.key, then.plan)
+        self.live.replace(dataclasses.replace(program, buffers=self.live.program.buffers))
+        self.problem, self.plan, self.members, self.handed = then.problem, then.plan, then.members, then.handed
 
     def _known(self, region: fx.GraphModule) -> Function:
         found = self.functions.get(structure(region))

@@ -106,11 +106,17 @@ class GraphPlanner:
         self.kept: KeptGraph | None = None
         """The graph that was planned last; none where nothing will run."""
 
+    @property
+    def plans_pairs(self) -> bool:
+        """Whether a forward and its backward may be planned as one: on one rank, by a planner of ours that uses all room."""
+        return self._size == 1 and isinstance(self._given, str) and self.name not in _NEAR
+
     def plan(self, graph: fx.Graph, room: Room, *, is_backward: bool = False) -> PlannedGraph:
         """Plan a graph that `region_passes` have seen, within `room`. Collective where ranks plan together."""
         members = unit_members([graph], self.home)
         whole = 0 if self.name in _NEAR else sum(slot.bytes for slots in members.values() for slot in slots)
-        problem = self._problem(graph, room(graph, whole), is_backward=is_backward)
+        own = room(graph, whole)
+        problem = self._problem(graph, own, is_backward=is_backward)
         key = (self._key, ahead_key(graph), tuple(unit.home for unit in problem.units))
         if self._ranks is not None and self._ranks.size > 1:
             problem, plan = self._plan_of_all(self._ranks, problem, key)
@@ -130,6 +136,7 @@ class GraphPlanner:
                 planner=self,
                 params=lambda slot: self.topology.hops(placements.of(slot).params),
                 grads=lambda slot: self.topology.hops(placements.of(slot).grads)[::-1],
+                results=own.results,
             )
         return PlannedGraph(plan, {slot.name: name for name, slots in members.items() for slot in slots})
 

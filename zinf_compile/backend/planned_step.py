@@ -90,7 +90,7 @@ def planned_step(programs: Sequence[str], *, memory: Memory, record: StepRecord 
             name: tuple(dict.fromkeys(unit_of[slot.name] for slot in slots if slot.name in unit_of))
             for name, slots in kept.members.items()
         }
-        parts.append(Part(kept.plan, first, units))
+        parts.append(Part(kept.plan, first, units, kept.handed if kept.is_backward else ()))
         first += find_regions(kept.gm.graph).count
     homes = Homes(
         params={unit.name: home(members[unit.name][0]) for unit in problem.units},

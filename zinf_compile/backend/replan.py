@@ -4,6 +4,7 @@ Note: planning again
     Some of the first steps are recorded, and one in `AGAIN` later on. Ranks exchange the maxima of what regions, links and
     updates took; rank 0 plans by these; the new plans are taken where they bring the simulated seconds down by more than `GAIN`,
     by all ranks or by none. Graphs are lowered again from regions that are compiled already: only transfers start elsewhere.
+    On one rank a forward is planned together with the backward that follows it (`replan_pairs`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Link
 from zinf_compile.plan.simulate import step_seconds
-from zinf_compile.plan.verify import check
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.step_recorder import StepRecord
 from zinf_compile.runtime.system.process_wide import process_wide
 
-from .kept_graphs import KeptGraph
+from .kept_graphs import KeptGraph, Then
 from .measured_costs import costs_of, link_costs, region_seconds, update_seconds
+from .replan_pairs import Change, Pair, change_of, pairs_of
 
 FIRST, MEASURED, AGAIN = 2, 3, 200
 """Steps before the first one that is recorded; steps that are recorded then; steps until that is done again."""
@@ -87,10 +88,8 @@ class Replanner:
         problems = [self.costs.of_regions(kept.problem, row) for kept, row in zip(graphs, seconds, strict=True)]
         for kept in graphs:
             kept.planner.costs = self.costs
-        with_plans = self._plans(graphs, problems) if context.rank == 0 else None
-        found: list[Plan | None] = context.ranks.share(with_plans, what="sharing plans made again")
-        context.ranks.agree([plan.digest() if plan else "" for plan in found], what="comparing plans made again")
-        self._take(graphs, problems, found)
+        changes = self._changes(graphs, problems) if context.rank == 0 else None
+        self._take(self._shared(graphs, problems, changes))
 
     def _living(self) -> list[KeptGraph]:
         """Return the graphs that every rank still has."""
@@ -125,57 +124,61 @@ class Replanner:
                 known[link.name] = LinkCost(1 / pace, latency)
         return rows, known, most[-1]
 
-    def _plans(self, graphs: Sequence[KeptGraph], problems: Sequence[StepProblem]) -> list[Plan | None]:
-        """Return a new plan for each graph, None where it keeps its own; on rank 0."""
+    def _changes(self, graphs: Sequence[KeptGraph], problems: Sequence[StepProblem]) -> list[Change]:
+        """Return what to plan otherwise, where that gains enough; on rank 0."""
+        by_name = {kept.name: problem for kept, problem in zip(graphs, problems, strict=True)}
+        found = []
+        for together in pairs_of(graphs, self._records):
+            own = [by_name[kept.name] for kept in together]
+            if len(together) > 1 and together[0].planner.plans_pairs:
+                found.append(Pair(together[0], together[1], own).change())
+            else:
+                found += map(change_of, together, own)
         runs = Counter(run.program for record in self._records for run in record.graphs)
-        found: list[Plan | None] = []
-        before = after = 0.0
-        for kept, problem in zip(graphs, problems, strict=True):
-            plan: Plan | None = None
-            old = new = step_seconds(problem, kept.plan)
-            try:
-                plan = kept.planner.made_for(problem)
-                check(problem, plan)
-                new = step_seconds(problem, plan)
-            except Exception as error:  # a planner's own, too: the other ranks wait, and training can go on
-                _log.warning("the %s keeps its plan: %s", kept.name, error)
-            if new >= old:
-                plan, new = None, old
-            found.append(plan)
-            before += old * runs[kept.name]
-            after += new * runs[kept.name]
+        before = math.fsum(change.before * runs[change.graphs[0].name] for change in found)
+        after = math.fsum(change.after * runs[change.graphs[0].name] for change in found)
         if after >= before * (1 - GAIN):
             _log.info("costs were measured after %d steps; no plan gains more than %.0f %%", self._steps, 100 * GAIN)
-            return [None] * len(graphs)
-        return found
+            return []
+        return [change for change in found if any(change.then)]
 
-    def _take(self, graphs: Sequence[KeptGraph], problems: Sequence[StepProblem], plans: Sequence[Plan | None]) -> None:
+    def _shared(
+        self, graphs: Sequence[KeptGraph], problems: Sequence[StepProblem], changes: Sequence[Change] | None
+    ) -> list[Change]:
+        """Return the changes of rank 0, on several ranks each of one graph; `changes`: on rank 0 itself."""
+        ranks = self._context.ranks
+        if ranks.size == 1:
+            return list(changes or ())
+        plans = {change.graphs[0]: change.then[0] for change in changes or ()}
+        mine = [then and then.plan for then in map(plans.get, graphs)] if changes is not None else None
+        found: list[Plan | None] = ranks.share(mine, what="sharing plans made again")
+        ranks.agree([plan.digest() if plan else "" for plan in found], what="comparing plans made again")
+        return [
+            Change((kept,), (Then(problem, plan, kept.members),), step_seconds(problem, kept.plan), step_seconds(problem, plan))
+            for kept, problem, plan in zip(graphs, problems, found, strict=True)
+            if plan is not None
+        ]
+
+    def _take(self, changes: Sequence[Change]) -> None:
         """Act the new plans out from the next step on, on all ranks or on none."""
         ranks, problem_of_any = self._context.ranks, ""
-        if not any(plans):
+        if not changes:
             return
-        changed = [(kept, plan) for kept, plan in zip(graphs, plans, strict=True) if plan is not None]
-        by_key = {kept.key: plan for kept, plan in changed}
-        changed += [(kept, by_key[kept.key]) for kept in self._alone if kept.key in by_key and kept.live is not None]
+        rows = [(kept, then) for change in changes for kept, then in zip(change.graphs, change.then, strict=True) if then]
+        by_key = {kept.key: then for kept, then in rows}
+        alone = [kept for kept in self._alone if kept.key in by_key and kept.live is not None]
+        rows += [(kept, dataclasses.replace(by_key[kept.key], problem=kept.problem, members=kept.members)) for kept in alone]
         programs = []
         try:
-            programs = [(kept, plan, kept.lower(plan)) for kept, plan in changed]
+            programs = [(kept, then, kept.lower(then)) for kept, then in rows]
         except ZinfError as error:
             problem_of_any = str(error)
         if told := ranks.problem_of_any(problem_of_any, what="lowering plans made again"):
             _log.warning("plans stay as they are: %s", told)
             return
-        seconds = {kept.name: (step_seconds(p, kept.plan), p) for kept, p in zip(graphs, problems, strict=True)}
-        lines = []
-        for kept, plan, program in programs:
-            assert kept.live is not None
-            if kept.name in seconds:
-                old, problem = seconds[kept.name]
-                rows = len(kept.plan.diff(plan))
-                lines.append(f"{kept.name} {old:.3g} s to {step_seconds(problem, plan):.3g} s ({rows} rows differ)")
-            kept.planner.adopt(kept.key, plan)
-            kept.live.replace(dataclasses.replace(program, buffers=kept.live.program.buffers))
-            kept.plan = plan
+        lines = [f"{each.name} {each.before:.3g} s to {each.after:.3g} s ({each.rows} rows differ)" for each in changes]
+        for kept, then, program in programs:
+            kept.take(then, program)
         text = f"planned again after step {self._steps}, by measured costs: simulated {', '.join(lines)}"
         self.changes.append(text)
         if self._context.rank == 0:

@@ -54,7 +54,7 @@ def runner(
             now, (space, lack_of_space) = live.program, saved.reserve()
             units = live.binder.bind(args, lacks_space=lack_of_space)
             if takes:
-                context.full_copies.end_handed_on(partial(_first_of, now, units))
+                context.full_copies.end_handed_on(partial(_found_by, now, units))
             context.memory.trim_arena()  # the check has seen what others have taken
             given = storages_of(args) if checks.counts else None
             returned = execute(now, units, context, args, ShardedGradient, space=space, handed=handed)
@@ -74,8 +74,7 @@ def runner(
     return run
 
 
-def _first_of(program: Program, units: Mapping[int, Unit | Tile]) -> list[Unit]:
-    """Return the units with which a program begins."""
-    first = {index for index, _ in program.begins}
-    found = (units[register] for register, slot in program.slots.items() if slot.index in first)
-    return [unit for unit in found if isinstance(unit, Unit)]
+def _found_by(program: Program, units: Mapping[int, Unit | Tile]) -> list[Unit | Tile]:
+    """Return the units, and tiles, that a program finds on the device if the one before has left them there."""
+    found = {key for key, _ in program.finds}
+    return [unit for register, unit in units.items() if program.key_of(register) in found]

@@ -19,6 +19,9 @@ from .formats import StateFormat, format_of
 from .steps import Reduce, Step, SwapOut, Wait
 from .tiling import Box, box_text, tile_shape, tile_stride
 
+SlotKey = tuple[int, int]
+"""Of a slot: position of the parameter among the inputs of the captured graph, and number of the tile; -1: it is none."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlot:
@@ -64,7 +67,7 @@ class ParameterSlot:
         )
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> SlotKey:
         """Unique among the slots of a graph and their tiles."""
         return self.index, -1 if self.tile is None else self.tile
 
@@ -134,9 +137,10 @@ class Program:
     kept: frozenset[int] = frozenset()
     """Registers of gathers whose unit is kept for the backward."""
     ends: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Register of a full unit that is released behind the last region -> input register of the parameter."""
-    begins: frozenset[tuple[int, torch.dtype]] = frozenset()
-    """Slots, by `ParameterSlot.index`, whose full units are there before the first region, with the types of their gathers."""
+    """Register of a full unit that is released behind the last region -> input register of the parameter, or tile."""
+    finds: frozenset[tuple[SlotKey, torch.dtype]] = frozenset()
+    """Slots, by `ParameterSlot.key`, whose full units a backward finds on the device if its forward has left them there, with
+    the types of their gathers: those before the first region, and those that a plan has stay until their use."""
     leaving: tuple[tuple[str, int], ...] = ()
     """Tier and bytes of each saved memory that leaves the device; 0 bytes where these change from call to call."""
     runs: tuple[tuple[int, int], ...] = dataclasses.field(init=False)
@@ -146,6 +150,11 @@ class Program:
         numbers = itertools.groupby(enumerate(self.steps), lambda item: isinstance(item[1], Wait) or -1 - item[0])
         spans = ([number for number, _ in run] for _, run in numbers)
         object.__setattr__(self, "runs", tuple((span[0], span[-1] + 1) for span in spans))
+
+    def key_of(self, register: int) -> SlotKey:
+        """Return the key of the slot that a register of a parameter, or of a tile, is."""
+        unit, tile = self.tiles.get(register, (register, -1))
+        return self.slots[unit].index, tile
 
     def digest(self) -> int:
         """Hash the collective sequence into 63 bits, the same on every machine."""

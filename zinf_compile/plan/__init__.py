@@ -3,6 +3,7 @@ runtime, no live memory, so that all of it works on a laptop.
 
 acted — The plan of a step whose graphs are each planned by themselves.
 as_json — Frozen dataclasses as JSON and back, checked field by field.
+both_graphs — A forward and its backward as one problem, and a plan of that as the plans of both graphs.
 bound_gradients — The rows of the linear programme that say how gradients leave the device.
 bound_programme — The linear programme behind `lower_bound`: intervals, rows, and what links can move in them.
 bound_updates — Its rows for updates: what passes to pieces of states, until when, and in what room.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from zinf_compile.ir.saved_memory import SavedMemory
 
@@ -15,6 +16,8 @@ from .planners._build import Stay, build, in_order
 from .planners._updates import deferred
 from .problem import StepProblem
 from .problem_parts import Region, SavedValue
+
+Row = TypeVar("Row", Fetch, Gather)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class Part:
     """The number of its first region in the step."""
     units: Mapping[str, tuple[str, ...]]
     """The step's units by the graph's: a unit of a graph may be several in the step."""
+    finds: Collection[str] = ()
+    """The graph's units that a backward finds on the device, and brings if it doesn't."""
 
 
 def acted_plan(
@@ -70,7 +75,7 @@ def acted_plan(
                 times = {key: getattr(each, key) + part.first for key in ("start", "due", "until")}
                 fetches += [dataclasses.replace(each, name=name, **times) for name in part.units.get(each.name, ())]
     if problem.world_size == 1:
-        fetches = _handed_on(problem, parts, fetches)
+        fetches, gathers = _handed_on(problem, parts, fetches, gathers)
     fetches += [row for row in base.local.fetches if row.kind is Kind.SAVED]  # graphs issue them behind those of units
     known = {unit.name for unit in problem.units if unit.is_gathered}
     shared = dataclasses.replace(base.shared, gathers=tuple(row for row in gathers if row.unit in known))
@@ -78,19 +83,43 @@ def acted_plan(
     return dataclasses.replace(base, shared=shared, local=dataclasses.replace(base.local, fetches=tuple(fetches), stores=stores))
 
 
-def _handed_on(problem: StepProblem, parts: Sequence[Part], fetches: Sequence[Fetch]) -> list[Fetch]:
-    """Return the fetches without those of units that a backward begins with, and that the forward right before it has left."""
-    regions = problem.regions
-    begins = {
-        behind.first for before, behind in itertools.pairwise(parts) if _is_pair(regions[before.first], regions[behind.first])
-    }
-    ends = {(row.name, row.until) for row in fetches if row.to == problem.device and not problem.unit[row.name].is_gathered}
-    handed = {(row.name, row.due): row.until for row in fetches if row.due in begins and (row.name, row.due) in ends}
-    return [
-        dataclasses.replace(row, until=handed.get((row.name, row.until), row.until)) if row.to == problem.device else row
-        for row in fetches
-        if (row.name, row.due) not in handed
-    ]
+def _handed_on(
+    problem: StepProblem, parts: Sequence[Part], fetches: Sequence[Fetch], gathers: Sequence[Gather]
+) -> tuple[list[Fetch], list[Gather]]:
+    """Return the rows without those of units that a backward finds, as the forward right before it has left them.
+
+    It finds what it begins with, and what its plan says.
+    """
+    regions, device = problem.regions, problem.device
+    full: dict[str, list[Fetch | Gather]] = defaultdict(list)
+    for row in fetches:
+        if row.to == device and not problem.unit[row.name].is_gathered:
+            full[row.name].append(row)
+    for gather in gathers:
+        full[gather.unit].append(gather)
+    stays: dict[int, int] = {}
+    dropped: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for before, behind in itertools.pairwise(parts):
+        if not _is_pair(regions[before.first], regions[behind.first]):
+            continue
+        begins, finds = behind.first, {name for own in behind.finds for name in behind.units.get(own, ())}
+        for name, rows in full.items():
+            left = next((row for row in rows if row.until == begins), None)
+            found = min((row for row in rows if row.due >= begins), key=lambda row: row.due, default=None)
+            if left is not None and found is not None and (found.due == begins or name in finds):
+                stays[id(left)] = found.until
+                dropped[name].append((begins, found.due))
+
+    def is_dropped(name: str, due: int) -> bool:
+        return any(first <= due <= last for first, last in dropped.get(name, ()))
+
+    def stayed(row: Row) -> Row:
+        return dataclasses.replace(row, until=stays.get(id(row), row.until))
+
+    return (
+        [stayed(row) for row in fetches if not is_dropped(row.name, row.due)],
+        [stayed(row) for row in gathers if not is_dropped(row.unit, row.due)],
+    )
 
 
 def _is_pair(before: Region, behind: Region) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from irtext import copied, example_of, graph_of, text_of, unit
@@ -16,7 +18,9 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import graph_passes, run_passes, verify
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
+from zinf_compile.passes.graph.found_units import is_found
 from zinf_compile.passes.graph.node_facts import hop_of, mark_region, slot_behind, starts_region
+from zinf_compile.passes.schedule.hand_on_units import hand_on_units
 from zinf_compile.passes.schedule.keep_gathered import keep_gathered
 from zinf_compile.passes.schedule.start_gathers import start_gathers
 from zinf_compile.passes.schedule.start_swaps import start_swaps
@@ -56,6 +60,27 @@ def test_stays_that_overlap_become_one(planned: PlannedGraph) -> None:
     assert text_of(keep_gathered(gm, plan=lambda graph: planned)).splitlines()[: len(kept)] == kept
 
 
+def test_docstring_of_hand_on_units() -> None:
+    before, after = example_of(hand_on_units)
+    planned = rows(Gather("w", 0, 0, 2))
+    leaves = dataclasses.replace(planned, leaves=frozenset({"w"}))
+    assert text_of(hand_on_units(marked(before, "a", "b"), plan=lambda graph: leaves)).splitlines() == after
+    assert text_of(hand_on_units(marked(before, "a", "b"), plan=lambda graph: planned)).splitlines() == before
+    finds = dataclasses.replace(planned, finds=frozenset({"w"}))
+    found = hand_on_units(marked(before, "a", "b"), plan=lambda graph: finds)
+    assert text_of(found).splitlines() == before
+    assert [is_found(node) for node in found.graph.nodes if node.target is ops.all_gather] == [True]
+
+
+def test_a_unit_that_is_used_twice_is_found_first_and_left_last() -> None:
+    lines = ["g = all_gather(w)", "v = wait(g)", "a = mm(x, v)", "release(v)", "h = all_gather(w)", "u = wait(h)"]
+    lines += ["b = mm(a, u)", "release(u)", "c = relu(b)"]
+    both = dataclasses.replace(rows(), leaves=frozenset({"w"}), finds=frozenset({"w"}))
+    gm = hand_on_units(marked(lines, "a", "b", "c"), plan=lambda graph: both)
+    assert [is_found(node) for node in gm.graph.nodes if node.target is ops.all_gather] == [True, False]
+    assert text_of(gm).splitlines()[: len(lines)] == [*lines[:7], "c = relu(b)", "release(u)"]
+
+
 def test_docstring_of_start_gathers() -> None:
     before, after = example_of(start_gathers)
     planned = rows(Gather("w0", 0, 0, 1), Gather("w1", 0, 1, 2))
@@ -76,6 +101,18 @@ def test_the_members_of_a_group_start_when_the_last_of_them_does() -> None:
     gm = marked([*lines, "release(v)", "release(u)"], "a", "b")
     planned = rows(Gather("w0", 0, 1, 2), Gather("w1", 1, 1, 2))
     assert text_of(start_gathers(gm, plan=lambda graph: planned)).splitlines()[: len(lines)] == lines
+
+
+def test_swaps_of_a_group_that_start_apart_are_groups_of_their_own() -> None:
+    swaps = [f's{n} = swap_in(w{n}, "host", "device", 0)' for n in range(2)] + ['s = swap_in(w, "host", "device", 0)']
+    rest = ["g = all_gather(s0, 0)", "h = all_gather(s1, 0)", "k = all_gather(s, 0)", "v = wait(g)", "u = wait(h)", "z = wait(k)"]
+    lines = ["a = relu(x)", *swaps, *rest, "b = mm(v, u)", "c = mm(b, z)", "release(v)", "release(u)", "release(z)"]
+    starts = {"w0": 0, "w1": 1, "w": 0}
+    fetches = tuple(Fetch(Kind.PARAM, name, Tier.HOST, Tier.DEVICE, start, 1, 2) for name, start in starts.items())
+    gm = start_swaps(marked(lines, "a", "b"), plan=lambda graph: rows(fetches=fetches))
+    other = swaps[1].replace("0)", "1)")
+    assert text_of(gm).splitlines()[:5] == [swaps[0], swaps[2], "a = relu(x)", other, rest[0]]
+    verify(gm, complete=False)
 
 
 Boundaries = set[tuple[str, str, int]]

@@ -255,9 +255,10 @@ def test_a_program_knows_the_units_that_it_begins_and_ends_with() -> None:
     program = lowered(text.format(gathers), **INPUTS)
     fulls = [step.full for step in program.steps if isinstance(step, Release)]
     assert dict(program.ends) == {fulls[0]: 1, fulls[1]: 2}
-    index = {slot.name: slot.index for slot in program.slots.values()}
-    assert program.begins == {(index["w"], torch.float32), (index["u"], torch.float32)}
+    key = {slot.name: slot.key for slot in program.slots.values()}
+    assert program.finds == {(key["w"], torch.float32), (key["u"], torch.float32)}
+    assert [program.key_of(register) for register in program.slots] == list(key.values())
     later = lowered(SCHEDULE, **INPUTS)
-    assert not later.begins, "compute comes first"
+    assert not later.finds, "compute comes first"
     last = [step.full for step in later.steps if isinstance(step, Release)][-1]
     assert dict(later.ends) == {last: 2}

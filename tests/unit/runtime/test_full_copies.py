@@ -87,6 +87,22 @@ def test_a_graph_ends_what_was_handed_to_another_one() -> None:
     assert copies.find(kept, torch.float32) is copies.find(kept, torch.float32)
 
 
+def test_a_change_of_a_unit_ends_its_tiles() -> None:
+    copies, unit, other = FullCopies(), Unit(0), Unit(1)
+    tiles, another = [Unit(2), Unit(3)], Unit(4)
+    for tile in tiles:
+        copies.hand_on(unit, torch.ones(2), tile=tile)
+    copies.hand_on(other, torch.ones(1), tile=another)
+    assert copies.handed_on_bytes == 20
+    assert copies.find(tiles[0], torch.float32) is not None
+    copies.drop(unit)
+    assert copies.find(tiles[1], torch.float32) is None
+    assert copies.find(another, torch.float32) is not None
+    copies.hand_out(unit)
+    copies.hand_on(unit, torch.ones(2), tile=tiles[0])
+    assert not copies, "others may change it unseen"
+
+
 def test_a_change_ends_what_was_handed_on() -> None:
     copies, unit = FullCopies(), Unit(0)
     copies.hand_on(unit, torch.ones(1))

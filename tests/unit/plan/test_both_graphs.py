@@ -1,0 +1,168 @@
+"""A forward and its backward as one problem, and its plan as the plans of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinf_compile.errors import BudgetError
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan.acted import Part, acted_plan
+from zinf_compile.plan.both_graphs import Half, halves, joined
+from zinf_compile.plan.occupancy import occupied
+from zinf_compile.plan.plan import Kind
+from zinf_compile.plan.planners import PLANNERS, just_in_time
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Link, Memory, Region, Unit
+from zinf_compile.plan.simulate import step_seconds
+from zinf_compile.plan.verify import verify
+
+SIZE = 100
+
+
+def problem_of(
+    blocks: int, regions: list[Region], uses: dict[int, tuple[int, ...]], home: Tier, *, narrow: bool, device: int
+) -> StepProblem:
+    tiers = [Tier.DEVICE, Tier.HOST, *([Tier.NVME] if home == Tier.NVME else [])]
+    links = []
+    for near, far in itertools.pairwise(tiers):
+        links.append(Link(name=f"{near} to {far}", source=near, destination=far, bytes_per_second=50.0))
+        links.append(Link(name=f"{far} to {near}", source=far, destination=near, bytes_per_second=50.0))
+    units = [
+        Unit(
+            name=f"w{block}",
+            stored_bytes=SIZE + block,
+            uses=uses[block],
+            full_bytes=(SIZE + block) // 2 if narrow else 0,
+            trained=True,
+            home=home,
+        )
+        for block in range(blocks)
+        if uses[block]
+    ]
+    return StepProblem(
+        regions=tuple(regions),
+        memories=tuple(Memory(tier=tier, bytes=device if tier == Tier.DEVICE else None) for tier in tiers),
+        links=tuple(links),
+        units=tuple(units),
+    )
+
+
+def regions_of(name: str, workspaces: list[int]) -> list[Region]:
+    return [
+        Region(name=f"{name} 0:{number}", seconds=1.0, workspace_bytes=count, graph=f"{name} 0")
+        for number, count in enumerate(workspaces)
+    ]
+
+
+def three(
+    blocks: int, home: Tier, *, narrow: bool, room: tuple[int, int], workspaces: list[int]
+) -> tuple[StepProblem, StepProblem, StepProblem]:
+    """Return the problems of both graphs without budgets, and of each with its own room beside what its regions take.
+
+    Block by block forward, and back; the last one's weight is not used in the backward.
+    """
+    ahead, back = regions_of("forward", workspaces[:blocks]), regions_of("backward", workspaces[blocks:])
+    uses = {block: (block, 2 * blocks - 1 - block) if block < blocks - 1 else (block,) for block in range(blocks)}
+    both = problem_of(blocks, [*ahead, *back], uses, home, narrow=narrow, device=0).with_budgets(device=None)
+    alone = []
+    for first, own, left in ((0, ahead, room[0]), (blocks, back, room[1])):
+        here = {n: tuple(use - first for use in found if first <= use < first + blocks) for n, found in uses.items()}
+        most = max(region.workspace_bytes for region in own)
+        alone.append(problem_of(blocks, own, here, home, narrow=narrow, device=most + left))
+    return both, alone[0], alone[1]
+
+
+def seconds_of(problem: StepProblem, found: tuple[Half, Half], count: int) -> float:
+    parts = [
+        Part(half.plan, first, {name: (name,) for name in half.problem.unit}, half.handed if first else ())
+        for half, first in zip(found, (0, count), strict=True)
+    ]
+    plan = acted_plan(problem, parts, just_in_time(problem).local.homes)
+    assert verify(problem, plan) == []
+    return step_seconds(problem, plan)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    blocks=st.integers(2, 6),
+    home=st.sampled_from([Tier.HOST, Tier.NVME]),
+    room=st.tuples(st.integers(2 * SIZE + 20, 9 * SIZE), st.integers(2 * SIZE + 20, 9 * SIZE)),
+    workspaces=st.lists(st.integers(0, 150), min_size=12, max_size=12),
+    planner=st.sampled_from(["largest_first", "greedy", "cached_prefetch"]),
+)
+def test_halves_of_any_plan_are_legal_and_as_fast(
+    blocks: int, home: Tier, room: tuple[int, int], workspaces: list[int], planner: str
+) -> None:
+    both, forward, backward = three(blocks, home, narrow=False, room=room, workspaces=workspaces[: 2 * blocks])
+    problem = joined(both, forward, backward)
+    for number, region in enumerate(problem.regions):
+        own, at = (forward, number) if number < blocks else (backward, number - blocks)
+        assert problem.room(Tier.DEVICE) - region.workspace_bytes == own.room(Tier.DEVICE) - own.regions[at].workspace_bytes
+    plan = PLANNERS[planner](problem)
+    found = halves(problem, plan, blocks)
+    for half in found:
+        assert verify(half.with_held, half.plan) == []
+        assert half.handed <= half.problem.unit.keys()
+    if home == Tier.HOST:  # what stays in host memory over the border is read again
+        early = [row for row in plan.local.fetches if row.start < blocks <= row.due]
+        if not early:  # the backward's own come when it begins
+            assert seconds_of(problem, found, blocks) <= step_seconds(problem, plan) * (1 + 1e-9)
+
+
+def test_a_unit_that_stays_is_left_and_found() -> None:
+    both, forward, backward = three(3, Tier.HOST, narrow=False, room=(300, 400), workspaces=[0] * 6)
+    problem = joined(both, forward, backward)
+    ahead, back = halves(problem, PLANNERS["cached_prefetch"](problem), 3)
+    assert ahead.handed == back.handed != frozenset()
+    for name in ahead.handed:
+        assert max(row.until for row in ahead.plan.local.fetches if row.name == name) == 3
+        (row,) = [row for row in back.plan.local.fetches if row.name == name]
+        (use,) = back.problem.unit[name].uses
+        assert (row.start, row.due) == (use, use), "if it isn't found, it is brought for its use"
+        assert all(back.held[region] >= SIZE for region in range(use))
+    kept = seconds_of(problem, (ahead, back), 3)
+    apart = dataclasses.replace(ahead, handed=frozenset()), dataclasses.replace(back, handed=frozenset())
+    assert kept < seconds_of(problem, apart, 3)
+
+
+def test_a_unit_in_a_narrower_type_needs_no_other_memory_where_it_is_found() -> None:
+    both, forward, backward = three(3, Tier.HOST, narrow=True, room=(700, 700), workspaces=[9] * 6)
+    problem = joined(both, forward, backward)
+    ahead, back = halves(problem, PLANNERS["cached_prefetch"](problem), 3)
+    assert ahead.handed
+    for half in (ahead, back):
+        assert verify(half.with_held, half.plan) == []
+    for name in back.handed:
+        (use,) = back.problem.unit[name].uses
+        assert [(row.start, row.due) for row in back.plan.shared.gathers if row.unit == name] == [(use, use)]
+
+
+def test_a_shard_on_a_drive_is_read_again_by_who_finds_nothing() -> None:
+    both, forward, backward = three(4, Tier.NVME, narrow=False, room=(900, 900), workspaces=[0] * 8)
+    problem = joined(both, forward, backward)
+    ahead, back = halves(problem, PLANNERS["cached_prefetch"](problem), 4)
+    for name in ahead.handed:
+        hops = [(row.source, row.to) for row in back.plan.local.fetches if row.name == name and row.kind is Kind.PARAM]
+        assert sorted(hops) == sorted([(Tier.NVME, Tier.HOST), (Tier.HOST, Tier.DEVICE)])
+
+
+def test_code_between_both_has_room() -> None:
+    both, forward, backward = three(3, Tier.HOST, narrow=False, room=(400, 400), workspaces=[0] * 6)
+    plan = PLANNERS["cached_prefetch"](joined(both, forward, backward, between=150))
+    assert occupied(joined(both, forward, backward), plan)[Tier.DEVICE][3] <= 250
+    with pytest.raises(BudgetError):
+        PLANNERS["cached_prefetch"](joined(both, forward, backward, between=450))
+
+
+def test_without_budgets_everything_stays() -> None:
+    both, forward, backward = three(3, Tier.HOST, narrow=False, room=(0, 0), workspaces=[5] * 6)
+    free = [problem.with_budgets(device=None) for problem in (forward, backward)]
+    problem = joined(both, *free)
+    assert problem.room(Tier.DEVICE) == float("inf")
+    ahead, back = halves(problem, PLANNERS["cached_prefetch"](problem), 3)
+    assert ahead.handed == back.problem.unit.keys()
