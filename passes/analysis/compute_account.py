@@ -71,11 +71,16 @@ class ComputeAccount:
 
     def free(self, gradient_stays: Callable[[ParameterSlot], bool] = lambda slot: False) -> list[int]:
         """Return the bytes by which each node holds less than the one that holds most."""
+        held = self.held(gradient_stays)
+        most = max(held, default=0)
+        return [most - each for each in held]
+
+    def held(self, gradient_stays: Callable[[ParameterSlot], bool] = lambda slot: False) -> list[int]:
+        """Return the bytes that exist at each node, without those `beside`."""
         held, made = list(self.live), 0
         for stretch, end in zip(self.stretches, [*(each.start for each in self.stretches[1:]), len(held)], strict=True):
             if stretch.gradient is not None and gradient_stays(stretch.gradient):
                 made += stretch.made
             for place in range(stretch.start, end):
                 held[place] += made
-        most = max(held, default=0)
-        return [most - each for each in held]
+        return held

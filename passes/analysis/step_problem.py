@@ -18,7 +18,7 @@ from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.node_facts import reduced_at_step, slot_behind, wire_format, wire_type
 from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.problem_parts import Allowed, Region, StatePiece, Unit
+from zinf_compile.plan.problem_parts import Allowed, Region, SavedValue, StatePiece, Unit
 
 from .liveness import peak_of_regions
 from .region_facts import bytes_of_region, kind_of, operations_of, owners_of, place_of, shape_of, type_of
@@ -58,6 +58,12 @@ def problem_of_runs(pairs: Sequence[Pair], order: Sequence[tuple[int, bool]], fa
         allowed=_allowed(facts, units),
         name=name,
     )
+
+
+def saved_values(pair: Pair) -> tuple[SavedValue, ...]:
+    """Return what a forward saves for its backward, with the regions of both that read it, one graph behind the other."""
+    runs = list(_runs([pair], [(0, False), (0, True)]))
+    return tuple(saved_rows(runs, {0: find_saved(*pair)}, ()))
 
 
 def unit_members(

@@ -341,6 +341,8 @@ class GraphCompiler:
         live = LiveProgram(program, bind, finds=self._handed if takes else None)
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
+        if kept is not None and self._budget is not None:
+            kept.compute, kept.own_outputs = self._budget.compute, self._results
         saved = SavedSpace(program, context, self.config.placement().nvme)
         run = runner(
             live,

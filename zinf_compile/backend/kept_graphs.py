@@ -18,7 +18,7 @@ from zinf_compile.errors import PlanError
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program
 from zinf_compile.ir.tiers import Tier, Topology
-from zinf_compile.passes import planned_passes, run_passes, verify
+from zinf_compile.passes import copied, planned_passes, run_passes, verify
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import structure_of
@@ -32,6 +32,7 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Link
 from zinf_compile.runtime.memory.full_copies import HandedOn
 from zinf_compile.runtime.system.process_wide import process_wide
+from zinf_compile.sharded.compute_budget import GraphCompute
 
 from .bind import Binder
 
@@ -108,6 +109,8 @@ class Then:
     plan: Plan
     members: Mapping[str, Sequence[ParameterSlot]]
     handed: frozenset[str] = frozenset()
+    gm: fx.GraphModule | None = None
+    """The graph with other marks of when saved values move; None: as it is."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -134,6 +137,10 @@ class KeptGraph:
     """Units that it leaves on the device for its backward, or that it finds there as one."""
     results: int = 0
     """Bytes of what the caller gets of it."""
+    compute: GraphCompute | None = None
+    """Measures the memory of its compute; None: nothing does."""
+    own_outputs: int | None = None
+    """The number of a forward's outputs that are not saved for its backward."""
     name: str = ""
     """Of its program."""
     functions: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
@@ -173,8 +180,7 @@ class KeptGraph:
 
     def lower(self, then: Then) -> Program:
         """Return the program that acts out another plan. No region is compiled for it."""
-        gm = LazyGraphModule(self.gm, copy.deepcopy(self.gm.graph))
-        gm.meta.update(self.gm.meta)
+        gm = copied(self.gm if then.gm is None else then.gm)
         planned = self.planned(then)
         hops = self.planner.topology.hops
         run_passes(gm, planned_passes(params=self.params, grads=self.grads, plan=lambda graph: planned, hops=hops))
@@ -187,6 +193,7 @@ class KeptGraph:
         self.planner.adopt(self.key, then.plan)
         self.live.replace(dataclasses.replace(program, buffers=self.live.program.buffers))
         self.problem, self.plan, self.members, self.handed = then.problem, then.plan, then.members, then.handed
+        self.gm = self.gm if then.gm is None else then.gm
 
     def _known(self, region: fx.GraphModule) -> Function:
         found = self.functions.get(structure(region))

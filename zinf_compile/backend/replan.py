@@ -30,7 +30,7 @@ from zinf_compile.runtime.system.process_wide import process_wide
 
 from .kept_graphs import KeptGraph, Then
 from .measured_costs import costs_of, link_costs, region_seconds, update_seconds
-from .replan_pairs import Change, Pair, change_of, pairs_of
+from .replan_pairs import Change, change_of, pair_change, pairs_of
 
 FIRST, MEASURED, AGAIN = 2, 3, 200
 """Steps before the first one that is recorded; steps that are recorded then; steps until that is done again."""
@@ -127,13 +127,11 @@ class Replanner:
     def _changes(self, graphs: Sequence[KeptGraph], problems: Sequence[StepProblem]) -> list[Change]:
         """Return what to plan otherwise, where that gains enough; on rank 0."""
         by_name = {kept.name: problem for kept, problem in zip(graphs, problems, strict=True)}
-        found = []
+        found: list[Change] = []
         for together in pairs_of(graphs, self._records):
             own = [by_name[kept.name] for kept in together]
-            if len(together) > 1 and together[0].planner.plans_pairs:
-                found.append(Pair(together[0], together[1], own).change())
-            else:
-                found += map(change_of, together, own)
+            pair = pair_change(together, own) if len(together) > 1 else None
+            found += map(change_of, together, own) if pair is None else [pair]
         runs = Counter(run.program for record in self._records for run in record.graphs)
         before = math.fsum(change.before * runs[change.graphs[0].name] for change in found)
         after = math.fsum(change.after * runs[change.graphs[0].name] for change in found)

@@ -14,10 +14,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 
 from .plan import Fetch, Gather, Homes, Kind, Local, Plan, Shared
 from .problem import StepProblem
+from .problem_parts import SavedValue
 
 Row = TypeVar("Row", Gather, Fetch)
 
@@ -61,6 +63,48 @@ def joined(both: StepProblem, forward: StepProblem, backward: StepProblem, *, be
         for region, own, each in zip(both.regions, [*forward.regions, *backward.regions], left, strict=True)
     ]
     return _with_room(dataclasses.replace(both, regions=tuple(regions)), room_of)
+
+
+def with_saved(both: StepProblem, values: Sequence[SavedValue], plan: Plan) -> StepProblem:
+    """Return the problem with saved values of their own, which its regions' memory counts as `plan` has them move."""
+    taken = [region.workspace_bytes for region in both.regions]
+    known = {value.name: value for value in values}
+    spans = [
+        (row.name, known[row.name].made_in, row.due)
+        for row in plan.local.stores
+        if row.name in known and row.source == both.device
+    ]
+    spans += [(row.name, row.start, row.until) for row in plan.local.fetches if row.name in known and row.to == both.device]
+    for name, start, end in spans:
+        for region in range(start, end):
+            taken[region] -= known[name].bytes
+    regions = (
+        dataclasses.replace(region, workspace_bytes=max(0, count)) for region, count in zip(both.regions, taken, strict=True)
+    )
+    rooms = {tier: _room_beside_shards(both, tier) for tier in both.tiers}
+    for value in values:
+        for choice in value.choices:
+            rooms[Tier(choice)] += value.bytes  # it has its place there
+    return _with_room(dataclasses.replace(both, regions=tuple(regions), saved=tuple(values)), rooms)
+
+
+def retimed(moving: Mapping[str, SavedMemory], plan: Plan, device: Tier) -> dict[str, SavedMemory]:
+    """Return saved memory, by the names of its values, that leaves and comes back when a plan says."""
+    lags = {row.name: row.due - row.start for row in plan.local.stores if row.kind is Kind.SAVED and row.source == device}
+    leads = {row.name: row.due - row.start for row in plan.local.fetches if row.kind is Kind.SAVED and row.to == device}
+    return {
+        name: dataclasses.replace(memory, lag=max(1, lags[name]), lead=max(1, leads[name])) if name in lags else memory
+        for name, memory in moving.items()
+    }
+
+
+def with_held(both: StepProblem, more: Sequence[int]) -> StepProblem:
+    """Return the problem without saved values of its own, and with more memory of compute in each region."""
+    regions = (
+        dataclasses.replace(region, workspace_bytes=max(0, region.workspace_bytes + count))
+        for region, count in zip(both.regions, more, strict=True)
+    )
+    return dataclasses.replace(both, regions=tuple(regions))
 
 
 def halves(both: StepProblem, plan: Plan, count: int) -> tuple[Half, Half]:
@@ -109,13 +153,17 @@ def _part(both: StepProblem, first: int, end: int) -> StepProblem:
 def _crossing(both: StepProblem, plan: Plan, count: int) -> Iterator[tuple[str, int, int]]:
     """Yield the units that a row keeps from the forward to a use in the backward: name, first use there, end of the stay."""
     found = [(row.unit, row.due, row.until) for row in plan.shared.gathers]
-    for row in plan.local.fetches:
-        if row.kind is Kind.PARAM and row.to == both.device and not both.unit[row.name].is_gathered:
+    for row in _of_units(plan):
+        if row.to == both.device and not both.unit[row.name].is_gathered:
             found.append((row.name, row.due, row.until))
     for name, due, until in found:
         uses = [use for use in both.unit[name].uses if count <= use < until]
         if due < count < until and uses:
             yield name, uses[0], until
+
+
+def _of_units(plan: Plan) -> list[Fetch]:
+    return [row for row in plan.local.fetches if row.kind is Kind.PARAM]
 
 
 def _of_forward(part: StepProblem, both: StepProblem, plan: Plan, count: int, handed: Collection[str]) -> Plan:
@@ -124,7 +172,7 @@ def _of_forward(part: StepProblem, both: StepProblem, plan: Plan, count: int, ha
         return row.until if row.until <= count else max(row.due, last)
 
     gathers = [dataclasses.replace(row, until=until(row.unit, row)) for row in plan.shared.gathers if row.due < count]
-    fetches = [dataclasses.replace(row, until=until(row.name, row)) for row in plan.local.fetches if row.due < count]
+    fetches = [dataclasses.replace(row, until=until(row.name, row)) for row in _of_units(plan) if row.due < count]
     return _plan_of(part, plan, gathers, fetches)
 
 
@@ -141,7 +189,7 @@ def _of_backward(part: StepProblem, both: StepProblem, plan: Plan, count: int, h
     for row in plan.shared.gathers:
         if row.due >= count:
             gathers.append(_moved(row, count))
-    for each in plan.local.fetches:
+    for each in _of_units(plan):
         if each.due >= count:
             fetches.append(_moved(each, count))
     return _plan_of(part, plan, gathers, [*_sources(both, fetches), *fetches])

@@ -109,6 +109,18 @@ class GraphCompute:
         self.free = least_of_regions(performed, self.free_of_nodes(account)) if self._topology.host_apart else ()
         return found
 
+    def held(self, graphs: Sequence[fx.Graph], results: int | None) -> list[list[int]]:
+        """Return the bytes of compute in each region of a forward and its backward, as they are; none where nothing counts."""
+        found: list[list[int]] = []
+        handed: ForwardValues | None = None
+        for graph in graphs if self.counts else ():
+            performed = self._as_performed(graph)
+            account = account_compute(self._facts(performed), forward=handed, results=None if found else results)
+            handed = account.handed
+            least = least_of_regions(performed, [-count for count in account.held(self._gradient_stays)])
+            found.append([-count for count in least])
+        return found
+
     def by_choice(self, graphs: Sequence[fx.Graph], results: int | None) -> AccountsByChoice:
         """Return the accounts of a forward and its backward, or of one graph, whose transfers are just in time.
 

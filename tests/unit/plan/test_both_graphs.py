@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinf_compile.errors import BudgetError
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.acted import Part, acted_plan
-from zinf_compile.plan.both_graphs import Half, halves, joined
+from zinf_compile.plan.both_graphs import Half, halves, joined, retimed, with_held, with_saved
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Kind
 from zinf_compile.plan.planners import PLANNERS, just_in_time
 from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.problem_parts import Link, Memory, Region, Unit
+from zinf_compile.plan.problem_parts import Link, Memory, Region, SavedValue, Unit
 from zinf_compile.plan.simulate import step_seconds
 from zinf_compile.plan.verify import verify
 
@@ -157,6 +158,31 @@ def test_code_between_both_has_room() -> None:
     assert occupied(joined(both, forward, backward), plan)[Tier.DEVICE][3] <= 250
     with pytest.raises(BudgetError):
         PLANNERS["cached_prefetch"](joined(both, forward, backward, between=450))
+
+
+def test_saved_values_move_when_the_plan_says() -> None:
+    both, forward, backward = three(4, Tier.HOST, narrow=False, room=(250, 250), workspaces=[0, 90, 90, 90, 90, 90, 90, 0])
+    whole = joined(both, forward, backward)
+    value = SavedValue(name="a of forward 0", bytes=90, made_in=0, used_in=(7,), choices=(str(Tier.HOST),))
+    late = {value.name: SavedMemory(name="a", outputs=(0,), inputs=("a",), bytes=90, tier=Tier.HOST, lag=2, lead=2)}
+    homes = just_in_time(both).local.homes
+    acted = acted_plan(dataclasses.replace(whole, saved=(value,)), (), homes, saved=late)
+    apart = with_saved(whole, [value], acted)
+    taken = [before.workspace_bytes - after.workspace_bytes for before, after in zip(whole.regions, apart.regions, strict=True)]
+    there = [0, 1, 2, 5, 6, 7]
+    assert taken == [min(90, r.workspace_bytes) if number in there else 0 for number, r in enumerate(whole.regions)]
+    plan = PLANNERS["cached_prefetch"](apart)
+    assert verify(apart, plan) == []
+    (out,) = [row for row in plan.local.stores if row.kind is Kind.SAVED]
+    (back,) = [row for row in plan.local.fetches if row.kind is Kind.SAVED]
+    moved = retimed(late, plan, whole.device)[value.name]
+    assert (moved.lag, moved.lead) == (max(1, out.due - out.start), max(1, back.due - back.start))
+    assert dataclasses.replace(moved, lag=2, lead=2) == late[value.name]
+    again = acted_plan(apart, (), homes, saved={value.name: moved}).local
+    assert [row for row in (*again.stores, *again.fetches) if row.kind is Kind.SAVED] == [out, back]
+    for half in halves(with_held(whole, [-region.workspace_bytes for region in whole.regions]), plan, 4):
+        assert not half.plan.local.stores
+        assert {row.kind for row in half.plan.local.fetches} == {Kind.PARAM}
 
 
 def test_without_budgets_everything_stays() -> None:
