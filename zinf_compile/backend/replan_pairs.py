@@ -18,7 +18,7 @@ from zinf_compile.passes.analysis.saved_values import moved_values
 from zinf_compile.passes.analysis.step_problem import problem_of_runs, saved_values, unit_members
 from zinf_compile.passes.graph.node_facts import mark_moving
 from zinf_compile.plan.acted import Part, acted_plan
-from zinf_compile.plan.both_graphs import halves, joined, retimed, with_held, with_saved
+from zinf_compile.plan.both_graphs import away_in_between, halves, joined, retimed, with_held, with_saved
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import just_in_time
 from zinf_compile.plan.problem import StepProblem
@@ -117,7 +117,7 @@ class _Pair:
         now = [Then(problem, kept.plan, kept.members, kept.handed) for kept, problem in self._rows()]
         before = self._seconds(now, self._moving)
         best: tuple[float, list[Then]] | None = None
-        for made in (self._alone, self._as_one):
+        for made in (self._alone, self._as_one, *([self._with_saved_moved] if self.problem.saved else [])):
             try:
                 then, moving = made()
                 seconds = self._seconds(then, moving)
@@ -146,9 +146,8 @@ class _Pair:
         """Return the problem in which a plan says when saved values move: those in host memory that is apart."""
         if not self._held or any(memory.tier != Tier.HOST for memory in self._moving.values()):
             return self._joined
-        values = [
-            dataclasses.replace(value, choices=(str(Tier.HOST),)) for value in saved_values(pair) if value.name in self._moving
-        ]
+        values = list(away_in_between((value for value in saved_values(pair) if value.name in self._moving), self._count))
+        values = [dataclasses.replace(value, choices=(str(Tier.HOST),)) for value in values]
         plain = dataclasses.replace(self._joined, saved=tuple(values))
         return with_saved(self._joined, values, acted_plan(plain, (), self._homes, saved=self._moving))
 
@@ -161,13 +160,17 @@ class _Pair:
         return found, self._moving
 
     def _as_one(self) -> tuple[list[Then], Moving]:
-        """Return one plan as those of both; made again where saved values then take other memory than it was made for."""
+        """Return one plan as those of both, in which saved values move as they do."""
+        plan = self._graphs[0].planner.made_for(self._joined)
+        check(self._joined, plan)
+        return self._halves(self._joined, plan, (None, None)), self._moving
+
+    def _with_saved_moved(self) -> tuple[list[Then], Moving]:
+        """Return one plan of both that says when saved values move; made again where they then take other memory than it has."""
         problem = self.problem
         for _ in range(ROUNDS):
             plan = self._graphs[0].planner.made_for(problem)
             check(problem, plan)
-            if not problem.saved:
-                return self._halves(self._joined, plan, (None, None)), self._moving
             forward, backward = (copied(kept.gm) for kept in self._graphs)
             moving = retimed(self._moving, plan, problem.device)
             mark_moving(forward, backward, tuple(moving.values()))

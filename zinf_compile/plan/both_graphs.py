@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from zinf_compile.ir.saved_memory import SavedMemory
@@ -65,6 +65,18 @@ def joined(both: StepProblem, forward: StepProblem, backward: StepProblem, *, be
     return _with_room(dataclasses.replace(both, regions=tuple(regions)), room_of)
 
 
+def away_in_between(values: Iterable[SavedValue], count: int) -> Iterator[SavedValue]:
+    """Yield those that may be away between their last use in the forward, of `count` regions, and the first one behind it.
+
+    Only these two are their uses then: what is before the one and behind the other is their region's memory.
+    """
+    for value in values:
+        last = max(use for use in (value.made_in, *value.used_in) if use < count)
+        first = min((use for use in value.used_in if use >= count), default=last)
+        if first > last + 1:
+            yield dataclasses.replace(value, made_in=last, used_in=(first,))
+
+
 def with_saved(both: StepProblem, values: Sequence[SavedValue], plan: Plan) -> StepProblem:
     """Return the problem with saved values of their own, which its regions' memory counts as `plan` has them move."""
     taken = [region.workspace_bytes for region in both.regions]
@@ -74,7 +86,7 @@ def with_saved(both: StepProblem, values: Sequence[SavedValue], plan: Plan) -> S
         for row in plan.local.stores
         if row.name in known and row.source == both.device
     ]
-    spans += [(row.name, row.start, row.until) for row in plan.local.fetches if row.name in known and row.to == both.device]
+    spans += [(row.name, row.start, row.due + 1) for row in plan.local.fetches if row.name in known and row.to == both.device]
     for name, start, end in spans:
         for region in range(start, end):
             taken[region] -= known[name].bytes

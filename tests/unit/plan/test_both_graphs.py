@@ -13,7 +13,7 @@ from zinf_compile.errors import BudgetError
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.acted import Part, acted_plan
-from zinf_compile.plan.both_graphs import Half, halves, joined, retimed, with_held, with_saved
+from zinf_compile.plan.both_graphs import Half, away_in_between, halves, joined, retimed, with_held, with_saved
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Kind
 from zinf_compile.plan.planners import PLANNERS, just_in_time
@@ -183,6 +183,25 @@ def test_saved_values_move_when_the_plan_says() -> None:
     for half in halves(with_held(whole, [-region.workspace_bytes for region in whole.regions]), plan, 4):
         assert not half.plan.local.stores
         assert {row.kind for row in half.plan.local.fetches} == {Kind.PARAM}
+
+
+def test_what_is_away_in_between_has_two_uses() -> None:
+    def value(name: str, made_in: int, *used_in: int) -> SavedValue:
+        return SavedValue(name=name, bytes=1, made_in=made_in, used_in=used_in)
+
+    values = [value("a", 0, 1, 5, 7), value("b", 2, 3), value("c", 0, 1), value("d", 1, 3), value("e", 0)]
+    found = list(away_in_between(values, 3))
+    assert [(each.name, each.made_in, each.used_in) for each in found] == [("a", 1, (5,)), ("d", 1, (3,))], "b has no time for it"
+
+
+@pytest.mark.parametrize("room", [250, 1000])
+def test_the_planner_lets_leave_what_must(room: int) -> None:
+    """Also where all of it would fit, and where keeping it would be faster."""
+    both, forward, backward = three(4, Tier.HOST, narrow=False, room=(room, room), workspaces=[0] * 8)
+    value = SavedValue(name="a", bytes=90, made_in=1, used_in=(6,), choices=(str(Tier.HOST),))
+    problem = dataclasses.replace(joined(both, forward, backward), saved=(value,))
+    plan = PLANNERS["cached_prefetch"](problem)
+    assert verify(problem, plan) == []
 
 
 def test_without_budgets_everything_stays() -> None:

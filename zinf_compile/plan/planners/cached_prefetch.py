@@ -16,6 +16,7 @@ from zinf_compile.errors import BudgetError
 from zinf_compile.ir.sizes import CHUNK_BUFFERS
 from zinf_compile.plan.plan import Homes, Kind, Plan
 from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import KEEP, RECOMPUTE
 from zinf_compile.plan.simulate import simulate, step_seconds
 from zinf_compile.plan.unroll import COMPUTE, UPDATE
 
@@ -114,11 +115,14 @@ class _Search:
         self.problem, self.effort = problem, effort
         self.best: tuple[float, Plan] | None = None
         self._seen: list[Homes] = []
+        self._leaving = {value.name for value in problem.saved if value.choices and not {KEEP, RECOMPUTE} & {*value.choices}}
         self._expected = Expected(problem)
         self._choices = choices(problem, self._expected, rungs=effort.home_rungs)
 
     def take(self, plan: Plan) -> None:
-        """Keep a plan if it is the fastest."""
+        """Keep a plan if it is the fastest, and has leave what must."""
+        if self._leaving - {row.name for row in plan.local.stores}:
+            return
         seconds = step_seconds(self.problem, plan)
         if self.best is None or seconds < self.best[0] * (1 - 1e-9):
             self.best = seconds, plan
@@ -126,7 +130,7 @@ class _Search:
     def prefer_near(self) -> None:
         """Have everything as near as is allowed where all fits, and is faster or moves less: moves wear out drives."""
         homes = nearest(self.problem)
-        if self.best is None or self.best[1].local.homes == homes or not fits(self.problem, homes):
+        if self.best is None or self.best[1].local.homes == homes or self._leaving or not fits(self.problem, homes):
             return
         for plan in _plans(self.problem, homes, self.effort):
             if any(store.kind is Kind.SAVED for store in plan.local.stores):
