@@ -91,10 +91,12 @@ def execute(
 
 
 def _perform(run: Run, recorder: GraphRecorder | None) -> None:
-    program, registers = run.program, run.registers
+    program, registers, memory = run.program, run.registers, run.context.memory
     steps, frees = program.steps, program.frees
     for start, end in program.runs if recorder is None else enumerate(range(1, len(steps) + 1)):
         step, freed = steps[start], frees[start]
+        if memory.lets_leave and not isinstance(step, SwapIn):  # what else takes memory does so behind this
+            memory.let_leave()
         if isinstance(step, Region):
             values = [registers[r] for r in step.inputs]
             for r in freed:

@@ -40,6 +40,16 @@ class InflightLimit:
         with self._lock:
             self._wait_for(lambda: not self._held or enough())
 
+    @property
+    def held(self) -> int:
+        """The bytes that transfers under way hold now."""
+        with self._lock:
+            while self._followed and self._followed[0][0].is_over():
+                transfer, count = self._followed.popleft()
+                self._held = max(0, self._held - count)
+                transfer.wait()
+            return self._held
+
     def follow(self, transfer: StreamTransfer, count: int) -> None:
         """Have room given back when a transfer on a stream is over. Who needs it before orders its own stream after that."""
         with self._lock:

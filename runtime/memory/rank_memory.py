@@ -69,6 +69,8 @@ class Memory:
         self.chunks = Sides(0, 0)
         """Bytes that optimizers hold for one chunk each, which graphs plan for: they are in the ledgers as well."""
         self._chunks_lock = threading.RLock()  # a finaliser may run inside any allocation
+        self.lets_leave = False
+        """Whether the graph that is about to run has to wait for gradients that leave the device, before it computes."""
         self.pending_gradients = PendingGradients()
         """Gradients that deferred steps have still to apply."""
         self.staging = BufferPool(
@@ -123,13 +125,24 @@ class Memory:
                     self.pending_gradients.wait()
 
     def has_room_for_graphs(self) -> bool:
-        """Say whether what is held, gradients included, leaves room for any graph that was planned."""
+        """Say whether what is held, gradients included, leaves room for any graph that was planned, but for what leaves now."""
         reservations = self.reservations
         sides = (
             (self.ledger, reservations.device_cap, reservations.passing),
             (self.host_ledger, reservations.host_cap, reservations.passing_host),
         )
-        return all(cap is None or ledger.total()[0] - ledger.now()["bounce"] + passing <= cap for ledger, cap, passing in sides)
+        leaving = {self.ledger: self.inflight_gradients.held if self.host_ledger is not self.ledger else 0}
+        return all(
+            cap is None or ledger.total()[0] - ledger.now()["bounce"] - leaving.get(ledger, 0) + passing <= cap
+            for ledger, cap, passing in sides
+        )
+
+    def let_leave(self) -> None:
+        """Wait for gradients that leave the device, where a graph has begun beside them: it is about to compute."""
+        if self.lets_leave:
+            self.lets_leave = False
+            with self._waiting():
+                self.inflight_gradients.drain(lambda: False)
 
     def begin_graph(self, *, makes_gradients: bool) -> None:
         """Wait for the gradients of deferred steps, where the graph makes others or there is no room for it beside them."""

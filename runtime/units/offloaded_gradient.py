@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -9,12 +10,15 @@ import torch
 
 from zinf_compile.errors import StepFailedError
 from zinf_compile.ir.formats import format_of
-from zinf_compile.runtime.lanes.lanes import Done, Job, Pending
+from zinf_compile.runtime.lanes.lanes import All, Done, Job, Pending
+from zinf_compile.runtime.lanes.stream_lane import TransferToHost
 from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from .backing import NvmeBacking, ShardBacking
 from .nvme_gradient_pool import NvmeGradientPool
 from .unit import Tile, Unit
+
+_orders = itertools.count(1)
 
 InPlace = Callable[[torch.Tensor], object]
 """Changes a gradient, or a piece of one, element by element."""
@@ -38,11 +42,25 @@ class OffloadedGradient:
         """Counts the changes."""
         self._changes: list[InPlace] = []
         self._arriving: Pending | None = None
+        self._is_changing = False
+        """Whether the last of what is on its way is a change, rather than a copy."""
+        self.order = 0
+        """The number of the copy that brings it here, of all of the process."""
         self._reading: tuple[torch.Tensor, Pending] | None = None
 
     def arrive(self, pending: Pending) -> None:
         """Note the transfer to the shard's backing."""
-        self._arriving = pending
+        self._arriving, self._is_changing, self.order = pending, False, next(_orders)
+
+    @property
+    def copy_under_way(self) -> Pending | None:
+        """The copy that brings it to host memory on one rank, not over yet and not to be changed: a step may wait for that later.
+
+        None: `wait_written` says whether it is there.
+        """
+        if self.backing.resident is None or self.spoiled or self._is_changing or self.unit.context.size > 1:
+            return None
+        return None if self._arriving is None or _is_over(self._arriving) else self._arriving
 
     @property
     def arriving(self) -> Pending:
@@ -153,7 +171,7 @@ class OffloadedGradient:
             change(shard)
 
         with context.lanes.meter.waiting():
-            self._arriving = context.lanes.changes.submit(run)
+            self._arriving, self._is_changing = context.lanes.changes.submit(run), True
 
     def change_now(self, change: InPlace) -> None:
         """Make a change of a shard in host memory, where it is."""
@@ -191,6 +209,15 @@ class OffloadedGradient:
                 change(part)
 
         return apply
+
+
+def _is_over(pending: Pending) -> bool:
+    """Return whether a copy is known to be over."""
+    if isinstance(pending, All):
+        return all(map(_is_over, pending.parts))
+    if isinstance(pending, TransferToHost):
+        return pending.transfer.is_over()
+    return isinstance(pending, Done) or (isinstance(pending, Job) and pending.is_over())
 
 
 def offloaded_to_drive(unit: Unit, pool: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> OffloadedGradient:

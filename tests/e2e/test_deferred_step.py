@@ -94,6 +94,13 @@ class Norms(nn.Module):
         return x
 
 
+def let_arrive(model: nn.Module) -> None:
+    """Wait until all gradients are where they live: those that are go first."""
+    for parameter in model.parameters():
+        if (found := getattr(parameter.grad, "offloaded", None)) is not None:
+            found.wait_written()
+
+
 def test_small_parameters_of_all_layers_are_updated_first(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     """One gather brings those that autocast leaves in full precision: updated with their layers, it waits for a whole step."""
     model = on_drive(Norms())
@@ -108,6 +115,7 @@ def test_small_parameters_of_all_layers_are_updated_first(on_drive: Compile, mon
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(torch.ones(2, 192)).square().mean()
         loss.backward()
+        let_arrive(model)
         if number:
             monkeypatch.setattr(Updates, "updated", noted)
         optimizer.step()

@@ -118,12 +118,17 @@ class OffloadedStates:
                 parameter._zinf_unit.wait_updated()  # another optimizer may have updated it
             self.transfers.begin()
             self.reconcile(optimizer)
-            check_gradients(self.kept)
+            check_gradients(self.kept, may_arrive=self._defers)
             self.transfers.make_buffers()
         found = ((p, p.grad) for p in self.kept)
         self.gradients = {p: StepGradient(p, grad, self._pieces[p]) for p, grad in found if grad is not None}
         self.due = list(self.gradients)
         self.deferrable = self._defers and bool(self.due) and may_wait(optimizer, self.table, self.gradients)
+        if not self.deferrable:
+            with self.context.lanes.meter.waiting():
+                check_gradients(self.kept)
+            for gradient in self.gradients.values():
+                gradient.order = 0
 
     @property
     def chunks_due(self) -> int:
@@ -146,12 +151,16 @@ class OffloadedStates:
         self._ahead.clear()
         try:
             ready = set(filter(self._lies_ready, due))
-            joins = {number for number in ready if self._joins(number, optimizer)}
+            joins = {number for number in ready if self._joins(number, optimizer) and not self._arrival(number)}
             calls = group_calls(due, lambda number: self.chunks[number].numel, joins.__contains__)
             for together, following in itertools.zip_longest(calls, calls[1:]):
                 with self.context.lanes.meter.waiting():
+                    for number in together:
+                        for _, parameter, _ in self._due_of(number):
+                            self.gradients[parameter].wait_arrived()
                     brought = self._bring(together, ready, optimizer)
-                    if following is not None and len(self.transfers.buffers) > 1 and following[0] not in ready:
+                    ahead = following is not None and not self._arrival(following[0])
+                    if ahead and len(self.transfers.buffers) > 1 and following[0] not in ready:
                         self._prepare(following[0], optimizer)
                     for number, buffer in brought:
                         buffer.reuse() if self._route.device_apart else buffer.drain()  # a device waits by itself
@@ -298,9 +307,13 @@ class OffloadedStates:
         return list(range(len(self.chunks)))[:: 1 if self._forward else -1]
 
     def _order(self) -> list[int]:
-        """Return the chunks to update."""
+        """Return the chunks to update: those first whose gradients are there, the others as these arrive."""
         order = self.next_order()
-        return [n for n in order if any(p in self.gradients for p, _ in self.chunks[n].pieces)]
+        return sorted((n for n in order if any(p in self.gradients for p, _ in self.chunks[n].pieces)), key=self._arrival)
+
+    def _arrival(self, number: int) -> int:
+        """Return 0 for a chunk whose gradients were there when the step began; else the order in which others can begin."""
+        return max((self.gradients[parameter].order for _, parameter, _ in self._due_of(number)), default=0)
 
     def _joins(self, number: int, optimizer: Optimizer) -> bool:
         """Say whether a chunk that lies ready may be updated with others."""

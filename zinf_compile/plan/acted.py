@@ -79,7 +79,8 @@ def acted_plan(
     fetches += [row for row in base.local.fetches if row.kind is Kind.SAVED]  # graphs issue them behind those of units
     known = {unit.name for unit in problem.units if unit.is_gathered}
     shared = dataclasses.replace(base.shared, gathers=tuple(row for row in gathers if row.unit in known))
-    stores = base.local.stores if in_flight is None else _within(problem, base.local.stores, in_flight)
+    begins = problem.world_size == 1 and defers  # the next step beside the last ones
+    stores = base.local.stores if in_flight is None else _within(problem, base.local.stores, in_flight, begins=begins)
     return dataclasses.replace(base, shared=shared, local=dataclasses.replace(base.local, fetches=tuple(fetches), stores=stores))
 
 
@@ -128,8 +129,11 @@ def _is_pair(before: Region, behind: Region) -> bool:
     return before.graph != backward and (behind.graph, behind.micro_batch) == (backward, before.micro_batch)
 
 
-def _within(problem: StepProblem, stores: Sequence[Store], limit: int) -> tuple[Store, ...]:
-    """Return the stores, those of gradients due where the next ones would exceed the limit, or at the step."""
+def _within(problem: StepProblem, stores: Sequence[Store], limit: int, *, begins: bool) -> tuple[Store, ...]:
+    """Return the stores, those of gradients due where the next ones would exceed the limit, or at the step.
+
+    Where the next step `begins` meanwhile, compute waits for the last ones before it goes on.
+    """
     hops = Counter((row.kind, row.name, row.start) for row in stores)
     found = list(stores)
     under_way: deque[tuple[int, int]] = deque()
@@ -145,7 +149,7 @@ def _within(problem: StepProblem, stores: Sequence[Store], limit: int) -> tuple[
         under_way.append((number, unit.gradient_bytes))
         held += unit.gradient_bytes
     for number, _ in under_way:
-        found[number] = dataclasses.replace(found[number], due=problem.count)
+        found[number] = dataclasses.replace(found[number], due=problem.count + begins)
     return in_order(problem, found)
 
 

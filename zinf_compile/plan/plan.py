@@ -98,6 +98,8 @@ class Fetch:
 class Store:
     """A gradient's shard or a saved value leaves for a farther tier. One row is one hop; its source is free from `due` on.
 
+    A gradient on its way to memory may be due at R + 1: it leaves beside what the next step brings before its first region.
+
     A gradient that is stored again in a later micro-batch is added to the first one; on a drive that is read for it.
     """
 

@@ -101,7 +101,8 @@ def _rows(problem: StepProblem, plan: Plan) -> list[str]:
         elif row.until > row.start + count:
             wrong.append(f"{row}: it is still there when the next step's copy begins to arrive")
     for left in leaving:
-        if not 0 <= left.start <= left.due <= count:
+        late = isinstance(left, Store) and left.kind is Kind.GRAD and left.to.in_memory  # while the next step's units arrive
+        if not 0 <= left.start <= left.due <= count + late:
             wrong.append(f"{left}: boundaries are out of order")
     for hop in hops:
         ends = [tiers.index(end) if end in tiers else -9 for end in (hop.source, hop.to)]

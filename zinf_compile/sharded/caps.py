@@ -99,12 +99,13 @@ def collect_unused(context: Context, caps: Caps, collect: Collection, *, declare
         collect()
 
 
-def held_bytes(ledger: Ledger, more: int, cap: int, memory: Memory | None = None) -> int:
+def held_bytes(ledger: Ledger, more: int, cap: int, memory: Memory | None = None, *, begins: bool = False) -> int:
     """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
 
     Where `more` don't fit beside them, without models and graphs that nobody uses any more; and in a rank's `memory` without what
     earlier graphs have in flight to the device and to other ranks, whose room the transient memory includes, and those gradients
-    that a deferred step has still to apply: a graph that has no room beside these waits.
+    that a deferred step has still to apply: a graph that has no room beside these waits. One that `begins` may bring units while
+    gradients still leave a device with memory of its own, and waits for these before it computes.
     """
 
     def held() -> int:
@@ -115,6 +116,11 @@ def held_bytes(ledger: Ledger, more: int, cap: int, memory: Memory | None = None
 
     if not enough() and memory is not None:
         memory.wait_copied(ledger, enough)
+        if begins and ledger is memory.ledger is not memory.host_ledger:
+            left = held() - memory.inflight_gradients.held
+            if left + more <= cap:
+                memory.lets_leave = True
+                return left
         memory.inflight_gradients.drain(enough)
     if not enough():
         gc.collect()

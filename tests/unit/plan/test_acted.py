@@ -9,7 +9,9 @@ from plan_cases import training
 
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan import verify_memory
 from zinf_compile.plan.acted import Part, acted_plan
+from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Fetch, Kind, Local, Plan
 from zinf_compile.plan.planners import just_in_time
 from zinf_compile.plan.problem import StepProblem
@@ -92,6 +94,19 @@ def test_compute_waits_for_gradients_where_more_would_be_under_way_at_once(in_fl
     assert found == [
         (f"w{BLOCKS - 1 - n}", start, due) for n, (start, due) in enumerate(zip(starts, dues[in_flight], strict=True))
     ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_next_step_begins_beside_the_last_gradients(world_size: int) -> None:
+    problem = training(1, BLOCKS, tiers=2, even=True, device=1.0, host=1.0, world=world_size)
+    homes = just_in_time(problem).local.homes
+    plan = acted_plan(problem, graph_plans(problem), homes, in_flight=10**6, defers=True)
+    dues = {due for _, _, due in gradients_of(plan.local)}
+    assert max(dues) == 2 * BLOCKS + 1 if world_size == 1 else max(dues) <= 2 * BLOCKS
+    if world_size == 1:
+        assert verify(problem, plan) == []
+        held, occ = verify_memory.held(problem, plan), occupied(problem, plan)
+        assert all((held[tier] == occ[tier]).all() for tier in problem.tiers)
 
 
 def graph_plans(problem: StepProblem) -> list[Part]:
