@@ -79,8 +79,9 @@ def cut_chunks(
     their layers the last of these would be updated at the end of a step, and the forward behind it would wait for all of it.
 
     `cuts` are where each shard is cut besides, `divisions` (by default all by range) say which pieces this `rank` has. A chunk
-    has one piece of each shard. A piece that doesn't fit into what is left of a chunk begins the next one; one alone may exceed
-    it by its gap, or because it is a matrix.
+    has one piece of each shard. A piece that doesn't fit into what is left of a chunk begins the next one, and so does what comes
+    behind the last piece of a large shard, whose gradient may come late; one alone may exceed a chunk by its gap, or because it
+    is a matrix.
     """
     chunks: list[list[Piece]] = []
     used, most = 0, min(piece_numel, chunk_numel or piece_numel)
@@ -88,7 +89,7 @@ def cut_chunks(
     for shard, (size, own, division) in sorted(enumerate(rows), key=lambda row: sizes[row[0]] > SMALL_NUMEL):
         for start, end in division.cut(size, piece_numel=piece_numel, cuts=own, rank=rank):
             room = -(-(end - start) // PIECE_ALIGN) * PIECE_ALIGN
-            if not chunks or used + room > most or chunks[-1][-1].shard == shard:
+            if not chunks or used + room > most or chunks[-1][-1].shard == shard or chunks[-1][-1].start:
                 chunks.append([])
                 used = 0
             chunks[-1].append(Piece(shard, start, end, used, division.granularity, division.owner))

@@ -46,6 +46,17 @@ def test_pieces_share_a_chunk_and_a_large_shard_has_several() -> None:
     ]
 
 
+def test_what_comes_behind_a_large_shard_begins_a_chunk() -> None:
+    """The gradient of an embedding may come last: what has its update with it would wait for that."""
+    cut = cut_chunks([3 * ALIGN, ALIGN, ALIGN, 2 * ALIGN], piece_numel=2 * ALIGN)
+    assert [[(p.shard, p.start) for p in pieces] for pieces in cut] == [
+        [(0, 0)],
+        [(0, 2 * ALIGN)],
+        [(1, 0), (2, 0)],
+        [(3, 0)],
+    ]
+
+
 def test_small_shards_are_in_the_first_chunks() -> None:
     """One gather may bring those of all layers: the forward behind a step then waits for the first chunks, not for the last."""
     sizes = [SMALL_NUMEL + 1, SMALL_NUMEL, 2 * SMALL_NUMEL, 1]

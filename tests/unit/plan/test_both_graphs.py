@@ -17,6 +17,7 @@ from zinf_compile.plan.both_graphs import Half, away_in_between, halves, joined,
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Kind
 from zinf_compile.plan.planners import PLANNERS, just_in_time
+from zinf_compile.plan.planners._start_early import AT_FIRST, as_early
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Link, Memory, Region, SavedValue, Unit
 from zinf_compile.plan.simulate import step_seconds
@@ -202,6 +203,33 @@ def test_the_planner_lets_leave_what_must(room: int) -> None:
     problem = dataclasses.replace(joined(both, forward, backward), saved=(value,))
     plan = PLANNERS["cached_prefetch"](problem)
     assert verify(problem, plan) == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    blocks=st.integers(2, 6),
+    room=st.integers(2 * SIZE + 20, 9 * SIZE),
+    workspaces=st.lists(st.integers(0, 150), min_size=12, max_size=12),
+    planner=st.sampled_from(["just_in_time", "one_ahead", "largest_first", "greedy"]),
+    narrow=st.booleans(),
+)
+def test_transfers_may_start_as_early_as_there_is_room(
+    blocks: int, room: int, workspaces: list[int], planner: str, narrow: bool
+) -> None:
+    both, forward, backward = three(blocks, Tier.HOST, narrow=narrow, room=(room, room), workspaces=workspaces[: 2 * blocks])
+    problem = joined(both, forward, backward)
+    plan = PLANNERS[planner](problem)
+    early = as_early(problem, plan)
+    assert verify(problem, early) == []
+    rows = sorted(zip(plan.local.fetches, early.local.fetches, strict=True), key=lambda pair: pair[0].due)
+    for before, after in rows:
+        assert dataclasses.replace(after, start=before.start) == before
+        assert after.start <= max(before.start, 1)
+    starts = [after.start for _, after in rows]
+    assert starts == sorted(starts), "in the order of dues"
+    largest = max(unit.stored_bytes for unit in problem.units)
+    first = [problem.unit[row.name].stored_bytes for row in early.local.fetches if row.start == 0 < row.due]
+    assert sum(first) <= AT_FIRST * largest
 
 
 def test_without_budgets_everything_stays() -> None:

@@ -126,7 +126,10 @@ def test_tiles_bound_a_chunk() -> None:
     tiles = tuple(((row, row + 25), (0, 100)) for row in range(0, 100, 25))
     tiled = dataclasses.replace(slot(0, 100, 100), tiles=tiles)
     assert model([tiled], params="nvme", apart=False).chunk == Sides(4 * 4096, 0)
-    assert model([tiled, slot(1, 7)], params="nvme", apart=False).chunk == Sides(4 * (4096 + 4096), 0)
+    assert model([slot(1, 7), tiled], params="nvme", apart=False).chunk == Sides(4 * (4096 + 4096), 0)
+    assert model([tiled, slot(1, 7)], params="nvme", apart=False).chunk == Sides(4 * 4096, 0), (
+        "behind the last tile another begins"
+    )
     assert model([slot(0, 100, 100)], params="nvme", apart=False).chunk == Sides(4 * 8192, 0)
 
 

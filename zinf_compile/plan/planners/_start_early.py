@@ -10,10 +10,13 @@ import numpy as np
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.occupancy import occupied
-from zinf_compile.plan.plan import Homes, Plan
+from zinf_compile.plan.plan import Homes, Kind, Plan
 from zinf_compile.plan.problem import StepProblem
 
 from ._build import Stay
+
+AT_FIRST = 2
+"""Largest units, in bytes, that may be brought before a step's first region, while the last gradient leaves and is applied."""
 
 
 def start_early(
@@ -41,6 +44,36 @@ def start_early(
             reached = new
         reached -= count
     return [dataclasses.replace(stay, start=start) for stay, start in zip(order, starts, strict=True)]
+
+
+def as_early(problem: StepProblem, plan: Plan) -> Plan:
+    """Return the plan with fetches of units by one hop started as early as memory allows, in the order of all dues.
+
+    By the costs of the problem that may gain nothing. But links are often free when it doesn't say so, as while the gradients of
+    the step before still leave. What the first region needs may be updated last then: as much as `AT_FIRST` largest units may be
+    in front of it, and all else starts behind that region.
+    """
+    if problem.world_size > 1:
+        return plan
+    free, homes = _Free(problem, plan), plan.local.homes.params
+    found, ends = list(plan.local.fetches), dict[str, int]()
+    reached, begun, later = 0, 0, dict[tuple[str, int], int]()
+    most = AT_FIRST * max((unit.stored_bytes for unit in problem.units), default=0)
+    for number in sorted(range(len(found)), key=lambda number: found[number].due):
+        row = found[number]
+        if row.kind is Kind.PARAM and row.to == problem.device and row.source == homes[row.name] and row.start >= 0:
+            size = {problem.device: problem.unit[row.name].stored_bytes}
+            first = min(row.due, 1) if begun + size[problem.device] > most else 0
+            start = max(first, free.earliest(size, row.start, max(reached, first, ends.get(row.name, 0))))
+            begun += size[problem.device] if start == 0 else 0
+            free.take(size, start, max(start, row.start))
+            found[number] = dataclasses.replace(row, start=start)
+            ends[row.name] = row.until
+            later |= {(row.name, row.due): start} if start > row.start else {}
+        reached = max(reached, found[number].start + (row.kind is Kind.SAVED))  # which graphs issue behind units
+    gathers = (dataclasses.replace(row, start=max(row.start, later.get((row.unit, row.due), 0))) for row in plan.shared.gathers)
+    shared = dataclasses.replace(plan.shared, gathers=tuple(gathers)) if later else plan.shared
+    return dataclasses.replace(plan, shared=shared, local=dataclasses.replace(plan.local, fetches=tuple(found)))
 
 
 def _behind(order: Sequence[Stay], count: int) -> list[int]:

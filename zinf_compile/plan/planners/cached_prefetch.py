@@ -27,6 +27,7 @@ from ._gaps import Gaps, away, find_gaps
 from ._homes import choices, fits
 from ._near_homes import climb, near_homes
 from ._residency import best_walk
+from ._start_early import as_early
 from ._updates import deferred
 from .just_in_time import just_in_time
 from .largest_first import largest_first
@@ -105,6 +106,8 @@ def cached_prefetch(problem: StepProblem) -> Plan:
         with contextlib.suppress(BudgetError):
             search.take(dataclasses.replace(largest_first(problem), planner=NAME))
     search.prefer_near()
+    if not problem.pieces:
+        search.start_early()
     return search.best[1]
 
 
@@ -139,6 +142,14 @@ class _Search:
             less = seconds == best[0] and _moving_seconds(self.problem, plan) < _moving_seconds(self.problem, best[1])
             if seconds < best[0] or less:
                 self.best = seconds, plan
+
+    def start_early(self) -> None:
+        """Have transfers start as early as memory allows, where that is no slower."""
+        assert self.best is not None, "there is a plan"
+        seconds, plan = self.best
+        early = as_early(self.problem, plan)
+        if step_seconds(self.problem, early) <= seconds * (1 + 1e-9):
+            self.best = seconds, early
 
     def try_ladder(self) -> None:
         """Plan the most promising homes of the ladder that fit, and those that move least over the busiest link."""
