@@ -16,7 +16,7 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import copied
 from zinf_compile.passes.analysis.saved_values import moved_values
 from zinf_compile.passes.analysis.step_problem import problem_of_runs, saved_values, unit_members
-from zinf_compile.passes.graph.node_facts import mark_moving
+from zinf_compile.passes.graph.node_facts import leaving, mark_moving
 from zinf_compile.plan.acted import Part, acted_plan
 from zinf_compile.plan.both_graphs import away_in_between, halves, joined, retimed, with_held, with_saved
 from zinf_compile.plan.plan import Plan
@@ -106,7 +106,8 @@ class _Pair:
         self._members: Members = unit_members(list(pair), planner.home)
         self._unit_of = {slot.name: name for name, slots in self._members.items() for slot in slots if name in both.unit}
         self._count = problems[0].count
-        self._joined = joined(both, *problems, between=CODE_BETWEEN * forward.results)
+        self._between = CODE_BETWEEN * forward.results
+        self._joined = joined(both, *problems, between=self._between)
         self._homes = just_in_time(self._joined.with_budgets(**dict.fromkeys(both.tiers))).local.homes
         self._held = self._held_by([kept.gm for kept in self._graphs])
         self._moving = moved_values(forward.gm, both.regions[0].graph)
@@ -144,7 +145,8 @@ class _Pair:
 
     def _with_saved(self, pair: tuple[fx.Graph, fx.Graph]) -> StepProblem:
         """Return the problem in which a plan says when saved values move: those in host memory that is apart."""
-        if not self._held or any(memory.tier != Tier.HOST for memory in self._moving.values()):
+        each = len(self._moving) == len(leaving(self._graphs[0].gm))  # has a name of its own
+        if not self._held or not each or any(memory.tier != Tier.HOST for memory in self._moving.values()):
             return self._joined
         values = list(away_in_between((value for value in saved_values(pair) if value.name in self._moving), self._count))
         values = [dataclasses.replace(value, choices=(str(Tier.HOST),)) for value in values]
@@ -186,7 +188,7 @@ class _Pair:
     def _halves(self, whole: StepProblem, plan: Plan, graphs: Sequence[fx.GraphModule | None]) -> list[Then]:
         """Return what both graphs become; raise `PlanError` where there is no room for it."""
         found = []
-        for half, gm in zip(halves(whole, plan, self._count), graphs, strict=True):
+        for half, gm in zip(halves(whole, plan, self._count, between=self._between), graphs, strict=True):
             check(half.with_held, half.plan)
             members = {name: self._members[name] for name in half.problem.unit}
             found.append(Then(half.problem, half.plan, members, half.handed, gm))

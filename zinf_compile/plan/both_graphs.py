@@ -111,20 +111,20 @@ def retimed(moving: Mapping[str, SavedMemory], plan: Plan, device: Tier) -> dict
 
 
 def with_held(both: StepProblem, more: Sequence[int]) -> StepProblem:
-    """Return the problem without saved values of its own, and with more memory of compute in each region."""
+    """Return the problem without saved values of its own, with more memory of compute in each region, or in the first ones."""
     regions = (
         dataclasses.replace(region, workspace_bytes=max(0, region.workspace_bytes + count))
-        for region, count in zip(both.regions, more, strict=True)
+        for region, count in zip(both.regions, [*more, *[0] * (both.count - len(more))], strict=True)
     )
     return dataclasses.replace(both, regions=tuple(regions))
 
 
-def halves(both: StepProblem, plan: Plan, count: int) -> tuple[Half, Half]:
-    """Return a plan as those of both graphs, of which the first one has `count` regions."""
+def halves(both: StepProblem, plan: Plan, count: int, *, between: int = 0) -> tuple[Half, Half]:
+    """Return a plan as those of both graphs, of which the first one has `count` regions; `between` as `joined` has added it."""
     handed = {name: (due, until) for name, due, until in _crossing(both, plan, count)}
     names = frozenset(handed)
-    ahead, back = _part(both, 0, count), _part(both, count, both.count)
-    held = [0] * back.count
+    ahead, back = _part(both, 0, count), with_held(_part(both, count, both.count), [-between])
+    held = [between] + [0] * (back.count - 1)
     for name, (due, _) in handed.items():
         unit = both.unit[name]
         for region in range(due - count):

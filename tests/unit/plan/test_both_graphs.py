@@ -153,6 +153,18 @@ def test_a_shard_on_a_drive_is_read_again_by_who_finds_nothing() -> None:
         assert sorted(hops) == sorted([(Tier.NVME, Tier.HOST), (Tier.HOST, Tier.DEVICE)])
 
 
+@pytest.mark.parametrize("between", [0, 40])
+def test_halves_have_the_memory_of_both_again(between: int) -> None:
+    """Plans are made again from the problems of the last time."""
+    both, forward, backward = three(4, Tier.HOST, narrow=False, room=(500, 700), workspaces=[5, 80, 20, 9, 30, 60, 7, 0])
+    problem = joined(both, forward, backward, between=between)
+    ahead, back = halves(problem, PLANNERS["cached_prefetch"](problem), 4, between=between)
+    assert verify(back.with_held, back.plan) == []
+    again = joined(both, ahead.problem, back.problem, between=between)
+    assert again.memories == problem.memories
+    assert again.regions == problem.regions
+
+
 def test_code_between_both_has_room() -> None:
     both, forward, backward = three(3, Tier.HOST, narrow=False, room=(400, 400), workspaces=[0] * 6)
     plan = PLANNERS["cached_prefetch"](joined(both, forward, backward, between=150))
