@@ -21,6 +21,7 @@ states = SimpleNamespace(
     _expect=lambda due: contextlib.ExitStack(),
     _offer=lambda number, buffer: None,
     _lies_ready=lambda number: False, _joins=lambda number, optimizer: False,
+    _due_of=lambda number: [], _arrival=lambda number: 0,
 )
 chunks = OffloadedStates.load_chunks(states, None)
 print(next(chunks)[0][0])
