@@ -43,6 +43,10 @@ GAIN = 1.01
 """What more regions must gain: until a gradient has left, its memory is not there for what stays or comes early."""
 
 
+AT_FIRST_LOSS = 1.02
+"""What that may take longer by the problem's costs, by which links serve what was issued first, also where it is late."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Effort:
     """How many choices are tried."""
@@ -106,7 +110,7 @@ def cached_prefetch(problem: StepProblem) -> Plan:
         with contextlib.suppress(BudgetError):
             search.take(dataclasses.replace(largest_first(problem), planner=NAME))
     search.prefer_near()
-    if not problem.pieces:
+    if not problem.pieces and all(unit.trained for unit in problem.units):  # transfers of graphs in a step
         search.start_early()
     return search.best[1]
 
@@ -144,11 +148,11 @@ class _Search:
                 self.best = seconds, plan
 
     def start_early(self) -> None:
-        """Have transfers start as early as memory allows, where that is no slower."""
+        """Have transfers start as early as memory allows, and few before the first region."""
         assert self.best is not None, "there is a plan"
         seconds, plan = self.best
         early = as_early(self.problem, plan)
-        if step_seconds(self.problem, early) <= seconds * (1 + 1e-9):
+        if step_seconds(self.problem, early) <= seconds * AT_FIRST_LOSS:
             self.best = seconds, early
 
     def try_ladder(self) -> None:
