@@ -111,7 +111,7 @@ class FullCopies:
                     self._tiles.setdefault(unit, weakref.WeakSet()).add(tile)
 
     def end_handed_on(self, but: Callable[[], Iterable[object]] = tuple) -> None:
-        """Have no unit that was handed on, `but` those with which the graph begins that is about to run."""
+        """Have no unit that was handed on, `but` those that the graph finds which is about to run."""
         if self._handed_on:
             with self._lock:
                 ended = set(self._handed_on) - set(but())

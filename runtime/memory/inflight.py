@@ -44,10 +44,7 @@ class InflightLimit:
     def held(self) -> int:
         """The bytes that transfers under way hold now."""
         with self._lock:
-            while self._followed and self._followed[0][0].is_over():
-                transfer, count = self._followed.popleft()
-                self._held = max(0, self._held - count)
-                transfer.wait()
+            self._wait_for(lambda: True)  # of those on streams that are over by now
             return self._held
 
     def follow(self, transfer: StreamTransfer, count: int) -> None:

@@ -138,11 +138,10 @@ class Memory:
         )
 
     def let_leave(self) -> None:
-        """Wait for gradients that leave the device, where a graph has begun beside them: it is about to compute."""
-        if self.lets_leave:
-            self.lets_leave = False
-            with self._waiting():
-                self.inflight_gradients.drain(lambda: False)
+        """Wait for gradients that leave the device, beside which a graph has begun: it is about to compute."""
+        self.lets_leave = False
+        with self._waiting():
+            self.inflight_gradients.drain(lambda: False)
 
     def begin_graph(self, *, makes_gradients: bool) -> None:
         """Wait for the gradients of deferred steps, where the graph makes others or there is no room for it beside them."""

@@ -16,7 +16,7 @@ from deferred_steps import Compile, both, check, compare, deferring, delay, is_l
 from marks import more
 from models import CASES, loss_of, tokens
 from optimizers import OPTIMIZERS
-from tiers import context_of, let_steps_end
+from tiers import context_of, let_arrive, let_steps_end
 from torch import nn
 from torch.optim import Optimizer
 from training import accumulating_step, assert_same, plain_step
@@ -92,13 +92,6 @@ class Norms(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def let_arrive(model: nn.Module) -> None:
-    """Wait until all gradients are where they live: those that are go first."""
-    for parameter in model.parameters():
-        if (found := getattr(parameter.grad, "offloaded", None)) is not None:
-            found.wait_written()
 
 
 def test_small_parameters_of_all_layers_are_updated_first(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,13 @@ def context_of(model: nn.Module) -> Context:
     return next(p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter))
 
 
+def let_arrive(model: nn.Module) -> None:
+    """Wait until all gradients are where they live: a step updates those first that are."""
+    for parameter in model.parameters():
+        if (found := getattr(parameter.grad, "offloaded", None)) is not None:
+            found.wait_written()
+
+
 def let_steps_end() -> None:
     """Return when nothing is left to do of any step; what failed is told to those who need it."""
     for _, record in all_records():

@@ -109,8 +109,8 @@ class _Pair:
         self._between = CODE_BETWEEN * forward.results
         self._joined = joined(both, *problems, between=self._between)
         self._homes = just_in_time(self._joined.with_budgets(**dict.fromkeys(both.tiers))).local.homes
-        self._held = self._held_by([kept.gm for kept in self._graphs])
         self._moving = moved_values(forward.gm, both.regions[0].graph)
+        self._held = self._held_by([kept.gm for kept in self._graphs]) if self._moving else []
         self.problem = self._with_saved(pair)
 
     def change(self) -> Change:

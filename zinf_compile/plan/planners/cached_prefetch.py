@@ -41,10 +41,8 @@ ROUNDS = 3
 """Walks, each with less room, until one's plan fits: what passes the host has memory there a little longer than they count."""
 GAIN = 1.01
 """What more regions must gain: until a gradient has left, its memory is not there for what stays or comes early."""
-
-
 AT_FIRST_LOSS = 1.02
-"""What that may take longer by the problem's costs, by which links serve what was issued first, also where it is late."""
+"""What few transfers before the first region may cost: by the problem, links serve what was issued first, even if it is late."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
