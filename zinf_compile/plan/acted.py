@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from zinf_compile.ir.saved_memory import SavedMemory
 
-from .plan import Fetch, Gather, Homes, Kind, Plan, Store
-from .planners._build import Stay, build, in_order
+from .plan import Fetch, Gather, Homes, Kind, Plan, Store, Update
+from .planners._build import Stay, build, in_order, update_tier
 from .planners._updates import deferred
 from .problem import StepProblem
 from .problem_parts import Region, SavedValue
@@ -45,11 +45,12 @@ def acted_plan(
 ) -> Plan:
     """Return the plan with the transfers of all parts.
 
-    Gradients leave as they are reduced. Updates run behind the last region, or each before its units' next use if the step
-    `defers` them. `saved`: the values that leave the device between forward and backward, without the number of a micro-batch.
+    Gradients leave as they are reduced. Updates run behind the last region, or those of the host each before its units' next
+    use if the step `defers` them. `saved`: the values that leave the device between forward and backward, without the number of
+    a micro-batch.
     `in_flight`: bytes of gradients that leave by one hop, for which compute waits only where more would be under way at once.
     """
-    updates = deferred(problem, homes) if defers else None
+    updates = _deferred(problem, homes) if defers else None
     moving = []
     for value in problem.saved:
         memory = saved.get(value.name.partition(", ")[0])
@@ -82,6 +83,19 @@ def acted_plan(
     begins = problem.world_size == 1 and defers  # the next step beside the last ones
     stores = base.local.stores if in_flight is None else _within(problem, base.local.stores, in_flight, begins=begins)
     return dataclasses.replace(base, shared=shared, local=dataclasses.replace(base.local, fetches=tuple(fetches), stores=stores))
+
+
+def _deferred(problem: StepProblem, homes: Homes) -> tuple[Update, ...]:
+    """Return updates beside the next step's regions, but for those that a device beside the host makes."""
+    if problem.host == problem.device:
+        return deferred(problem, homes)
+    pieces = (
+        dataclasses.replace(piece, deferrable=False)
+        if update_tier(problem, homes.states[piece.name]) == problem.device
+        else piece
+        for piece in problem.pieces
+    )
+    return deferred(dataclasses.replace(problem, pieces=tuple(pieces)), homes)
 
 
 def _handed_on(

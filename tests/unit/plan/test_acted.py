@@ -158,3 +158,16 @@ def test_units_are_fetched_before_saved_values_that_start_with_them() -> None:
     ]
     assert kinds == sorted(kinds, key=[Kind.PARAM, Kind.SAVED].index)
     assert {*kinds} == {Kind.PARAM, Kind.SAVED}
+
+
+def test_a_step_defers_what_the_host_updates_and_nothing_that_the_device_does() -> None:
+    """Where states are partly here, partly there."""
+    problem = training(1, BLOCKS, tiers=2, even=True, device=1.0, host=1.0)
+    homes = just_in_time(problem).local.homes
+    near = [name for number, name in enumerate(homes.states) if number % 2]
+    mixed = dataclasses.replace(homes, states={**homes.states, **dict.fromkeys(near, Tier.DEVICE)})
+    found = {row.piece: row for row in acted_plan(problem, (), mixed, defers=True).local.updates}
+    count = problem.count
+    assert {found[name].due for name in near} == {count}
+    assert all(found[name].on == Tier.DEVICE for name in near)
+    assert any(row.due > count for name, row in found.items() if name not in near)
