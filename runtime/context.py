@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zinf_compile.errors import OptionError, ZinfError
+from zinf_compile.ir.device_rates import DeviceRates
 from zinf_compile.ir.sizes import STAGING_BYTES
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.comm.collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
@@ -69,6 +70,8 @@ class Context:
             drives_used=lambda: self._engine is not None,
             free_host=self.link.free_host_memory,
         )
+        self.rates: DeviceRates | None = None
+        """Of the device, the least of all ranks; None: nobody has asked."""
         self.step_ended: list[Callable[[], None]] = []
         """Called behind each step of an optimizer."""
         self.serials = itertools.count()

@@ -151,8 +151,8 @@ class Config:
     `StepProblem` to a `Plan`, the same on all ranks. Default: fixed rules; `cached_prefetch` for one device's `device_memory`."""
 
     machine: str | os.PathLike[str] | None = None
-    """The machine by whose rates `"auto"` decides what moves and what is made again: the name of a shipped profile, or a file
-    that `zinf doctor --profile FILE` wrote, the same on all ranks. Default: rough rates. Numbers are the same for any."""
+    """The machine by whose rates `"auto"` decides what moves and what is made again: a shipped profile's name, or a file that
+    `zinf doctor --profile FILE` wrote, the same on all ranks. Default: rough, of accelerators measured. No bit depends on it."""
 
     process_group: dist.ProcessGroup | None = None
     """The ranks to partition over; default: all of them."""

@@ -7,12 +7,15 @@ from typing import Final, Protocol
 
 import torch
 
+from zinf_compile.ir.device_rates import DeviceRates
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import Meter, timing
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer, TransferToHost
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.device_arena import DeviceArena
+
+from .measured_rates import rates_of
 
 _TO_DEVICE: Final = "host to device"
 _TO_HOST: Final = "device to host"
@@ -46,6 +49,9 @@ class DeviceLink(Protocol):
 
     def clear(self) -> None:
         """Let memory go that is kept to be used again: no model uses it."""
+
+    def rates(self) -> DeviceRates:
+        """Return what is known of the device before anything has run: measured at the first call, or nothing."""
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """Start to copy host memory to the device, once `after` is over; both stay until then."""
@@ -102,6 +108,10 @@ class HostIsDevice:
 
     def clear(self) -> None:
         """See `DeviceLink.clear`; the arena is the context's."""
+
+    def rates(self) -> DeviceRates:
+        """See `DeviceLink.rates`; nothing is copied."""
+        return DeviceRates()
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""
@@ -178,6 +188,10 @@ class AcceleratorLink:
     def clear(self) -> None:
         """See `DeviceLink.clear`; the arena of the device is the context's."""
         self._host_memory.clear()
+
+    def rates(self) -> DeviceRates:
+        """See `DeviceLink.rates`."""
+        return rates_of(self._device)
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from zinf_compile.ir.device_rates import DeviceRates
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.lanes.lanes import All, Pending, ThreadLane
 from zinf_compile.runtime.lanes.link_meter import Meter, under_way
 from zinf_compile.runtime.memory.arena import GatherMemory
 
 from .link import MOST_COPIES, DeviceLink
+
+_FAST = 1e12
+"""Bytes per second of a link whose speed is not set."""
 
 
 class SimulatedLink:
@@ -52,16 +56,17 @@ class SimulatedLink:
 class SimulatedDevice:
     """A device with memory of its own, behind two links, simulated by the CPU.
 
-    Its buffers are counted, and so is what crosses each link, at a speed that can be set.
+    Its buffers are counted, and so is what crosses each link, at a speed that can be set: then decisions are made by it, too.
     """
 
     topology = Topology(host_apart=True)
     copies_together = True
 
-    def __init__(self, *, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
+    def __init__(self, *, bytes_per_s: float | None = None, latency_s: float = 0.0) -> None:
+        self._rate = bytes_per_s
         self.links = {
-            "to device": SimulatedLink("host to device", bytes_per_s=bytes_per_s, latency_s=latency_s),
-            "to host": SimulatedLink("device to host", bytes_per_s=bytes_per_s, latency_s=latency_s),
+            "to device": SimulatedLink("host to device", bytes_per_s=bytes_per_s or _FAST, latency_s=latency_s),
+            "to host": SimulatedLink("device to host", bytes_per_s=bytes_per_s or _FAST, latency_s=latency_s),
         }
         self.memory = GatherMemory()
         self.host_memory = GatherMemory()
@@ -90,6 +95,10 @@ class SimulatedDevice:
 
     def clear(self) -> None:
         """See `DeviceLink.clear`; it serves the next model."""
+
+    def rates(self) -> DeviceRates:
+        """See `DeviceLink.rates`."""
+        return DeviceRates() if self._rate is None else DeviceRates(to_device=self._rate, to_host=self._rate)
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""

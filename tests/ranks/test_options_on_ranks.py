@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rank_options import other_caps, other_machines
+from marks import more
+from rank_options import device_of_each_rank, other_caps, other_machines
 from ranks import run_ranks
+
+from zinf_compile.ir.device_rates import DeviceRates
 
 pytestmark = pytest.mark.distributed
 SOON_S = 50.0
@@ -29,3 +32,11 @@ def test_a_machine_of_the_same_name_and_other_rates_is_named_on_all(ranks: int, 
         assert kind == "OptionError", text
         assert "machine=machine.json of digest" in text, text
         assert seconds < SOON_S
+
+
+@pytest.mark.parametrize("ranks", [2, more(3)])
+def test_ranks_go_by_the_device_that_is_slowest(ranks: int) -> None:
+    found = run_ranks(device_of_each_rank, ranks, {"activations": "auto"})
+    slowest = 1e8 / 10**ranks
+    assert [rates for rates, _ in found] == [DeviceRates(to_device=slowest, to_host=slowest)] * ranks
+    assert all(saved == found[0][1] for _, saved in found)

@@ -14,19 +14,22 @@ from compute_models import MODELS
 
 import zinf_compile
 from zinf_compile.errors import ZinfError
+from zinf_compile.ir.device_rates import DeviceRates
 from zinf_compile.plan.profile import find_profile, shipped
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 
 WORKS = "64MiB"
 
 
-def start(options: dict[str, Any]) -> None:
-    """Take a step of a new model."""
+def start(options: dict[str, Any]) -> torch.nn.Module:
+    """Take a step of a new model, and return that."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = MODELS["wide"][0]()
     call = torch.compile(model, backend="zero_infinity", options={"compute": "fx", "timeout_s": 60, **options})
     call(*MODELS["wide"][1]()).backward()
     torch.optim.AdamW(model.parameters()).step()
+    return model
 
 
 def told(options: dict[str, Any]) -> tuple[str, str, float]:
@@ -66,3 +69,12 @@ def other_machines(rank: int, size: int, folder: str) -> tuple[str, str, float]:
         return told({"machine": "machine.json", "device_memory": WORKS})
     finally:
         os.chdir(before)
+
+
+def device_of_each_rank(rank: int, size: int, options: dict[str, Any]) -> tuple[DeviceRates | None, dict[str, int]]:
+    """Train beside a device whose link is slower on later ranks; return the rates that ranks go by, and bytes saved by choice."""
+    zinf_compile.reset()
+    with simulating(SimulatedDevice(bytes_per_s=1e8 / 10 ** (rank + 1))):
+        model = start(options)
+        parameter: Any = next(iter(model.parameters()))
+        return parameter._zinf_unit.context.rates, zinf_compile.stats(model)["activations"]

@@ -78,7 +78,7 @@ class _Decision:
         self._may_remake = may_remake(config) and self._has_backward
         self._together = together and self._context.size > 1
         self._tiers = saved_tiers(config, self._context.link.topology)
-        self._rates = Rates.of(budget.context.device.type, config.machine_name())
+        self._rates = Rates.of(budget.context.device.type, config.machine_name(), budget.context.rates)
         self._remakable: Remakable | None = None
         self._config = config
         self._kept = ""

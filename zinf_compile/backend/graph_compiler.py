@@ -25,6 +25,7 @@ from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.graph.node_facts import counts_all, pass_notes
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
 from zinf_compile.passes.lower import RegionCompiler, lower, run_by_operator
+from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.saved_homes import choose_homes
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.memory.full_copies import HandedOn
@@ -34,7 +35,7 @@ from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.sharded.allowed_homes import farthest_homes, is_open
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.call_checks import CallChecks
-from zinf_compile.sharded.caps import agree_on_memory
+from zinf_compile.sharded.caps import agree_on_device
 from zinf_compile.sharded.place_at_call import place_at_call
 from zinf_compile.sharded.recompile_limit import raise_limit
 
@@ -233,7 +234,7 @@ class GraphCompiler:
     def make_budget(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the graph's memory budget under the caps."""
         warn_of_caps(self.config, context.device)
-        agree_on_memory(context)
+        agree_on_device(context)
         budget = GraphBudget(self.config, slots, inputs, context, self.placements, together=is_first_variant())
         declared = (self.config.device_memory, budget.caps.device), (self.config.host_memory, budget.caps.host)
         device, host = (None if asked is None else cap for asked, cap in declared)
@@ -245,7 +246,7 @@ class GraphCompiler:
         return GraphPlanner(
             self.config,
             self.topology,
-            device=context.device.type,
+            rates=Rates.of(context.device.type, self.config.machine_name(), context.rates),
             world_size=context.size,
             ranks=context.ranks,
             together=is_first_variant(),

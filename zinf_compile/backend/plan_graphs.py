@@ -31,7 +31,8 @@ from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS, just_in_time
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed, Link, Memory
-from zinf_compile.plan.rough_links import BETWEEN_RANKS, COPIES, DRIVE, rough_bytes, rough_flops
+from zinf_compile.plan.rates import Rates
+from zinf_compile.plan.rough_links import BETWEEN_RANKS, COPIES, DRIVE
 from zinf_compile.plan.verify import check
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.system.process_wide import process_wide
@@ -80,7 +81,7 @@ class GraphPlanner:
         config: Config,
         topology: Topology,
         *,
-        device: str,
+        rates: Rates,
         world_size: int,
         ranks: Ranks | None,
         together: bool,
@@ -93,7 +94,7 @@ class GraphPlanner:
         self.placements = Placements(config.placement())
         """Where the states of each parameter live."""
         self.topology = topology
-        self._device, self._size = device, world_size
+        self._rates, self._size = rates, world_size
         self._ranks = ranks
         """Those that follow the same plan; None: this process plans by itself, as `zinf dump` does."""
         self.made: list[tuple[StepProblem, Plan]] = []
@@ -235,7 +236,6 @@ class GraphPlanner:
 
         `home`: of the parameters of all graphs of a step; None: of this graph's. `saved`: where saved values live.
         """
-        kind = self._device
         tiers, links = self._tiers_and_links(only_params=only_params, saved=saved)
         found = StepFacts(
             memories=tuple(Memory(tier=tier) for tier in tiers),
@@ -243,8 +243,8 @@ class GraphPlanner:
             world_size=self._size,
             allowed=Allowed() if only_params else Allowed(update=self._updated_on()),
             home=home or self.home,
-            flops_per_second=lambda dtype: rough_flops(kind),
-            bytes_per_second=rough_bytes(kind),
+            flops_per_second=self._rates.flops,
+            bytes_per_second=self._rates.bytes,
             seconds=lambda nodes: self.costs.regions.get(structure_of(nodes)) if self.costs.regions else None,
             only_params=only_params,
         )
@@ -273,7 +273,7 @@ class GraphPlanner:
         if self._size > 1:
             links.append(Link(name="from ranks", source=None, destination=Tier.DEVICE, bytes_per_second=BETWEEN_RANKS))
             links.append(Link(name="to ranks", source=Tier.DEVICE, destination=None, bytes_per_second=BETWEEN_RANKS))
-        return tiers, links
+        return tiers, list(self._rates.applied(links, self._size))
 
     def _home_of(self, tier: Tier) -> Tier:
         return (self.topology.hops(tier) or (Tier.DEVICE,))[0]

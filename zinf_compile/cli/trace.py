@@ -43,6 +43,7 @@ from zinf_compile.passes.analysis.summary import summarize
 from zinf_compile.passes.analysis.traffic import Collective, Swap, Traffic, list_collectives, list_swaps, measure_traffic
 from zinf_compile.passes.analysis.transfer_graph import build_transfer_graph
 from zinf_compile.passes.lower import lower
+from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.table import schedule_table
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.device.link import DeviceLink, HostIsDevice
@@ -270,7 +271,7 @@ class Recorder(GraphCompiler):
         return GraphPlanner(
             self.config,
             self.topology,
-            device=context.device.type,
+            rates=Rates.of(context.device.type, self.config.machine_name()),
             world_size=self._world_size,
             ranks=None,
             together=False,

@@ -6,6 +6,7 @@ chunk_columns — The columns of a chunk of an optimizer's step, and the bytes o
 compute_ops — Operators of compute that PyTorch has none for, `zinf_compute::...`. Inductor runs operators that it doesn't
     know as they are.
 compute_shape — The sizes and modes that decide a model's bits, beside its own operators and the types of its states.
+device_rates — Rates of a device and of its link to host memory, as they were measured on it.
 file_digest — The name of a file that ranks must read alike, as they compare it: two nodes may have other files of one name.
 formats — Formats of values where they are stored, sent and added up, and the bytes that these take.
 forward_compute — The compute of a forward as plain values: what it reads and makes, and what of it runs a second time.

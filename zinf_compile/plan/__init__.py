@@ -30,7 +30,7 @@ problem_checks — What a problem must fulfil.
 problem_parts — The rows that a problem consists of.
 profile — Profiles of machines: rates, with their sources; `profiles/` has those of common ones.
 recompute — Which saved values are dropped and made again in the backward, and what they are made from.
-rates — Rates by which decisions are made before anything has run: rough ones, or those of a machine's profile.
+rates — Rates by which decisions are made before anything has run: of a machine's profile, measured on its device, or rough ones.
 rough_links — Links and devices at rough rates, where nobody has measured.
 saved_homes — Where the memory of saved values lives between forward and backward: a word's, or choices for a plan.
 saved_schedule — When saved memory leaves and comes back, and for how long compute waits then.

@@ -1,10 +1,11 @@
-"""Rates by which decisions are made before anything has run: rough ones, or those of a machine's profile."""
+"""Rates by which decisions are made before anything has run: of a machine's profile, measured on its device, or rough ones."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from zinf_compile.ir.device_rates import DeviceRates
 from zinf_compile.ir.tiers import Tier
 
 from .on_paper import place
@@ -13,6 +14,8 @@ from .profile import Profile, find_profile
 from .rough_links import rough_bytes, rough_flops, rough_links
 
 Ends = tuple[Tier | None, Tier | None]
+
+NOTHING = DeviceRates()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,18 +26,23 @@ class Rates:
     """The type of device, as PyTorch names it."""
     profile: Profile | None = None
     """Of the machine; what it lacks is rough."""
+    measured: DeviceRates = NOTHING
+    """On the device; what was not measured is rough. A profile says all instead."""
 
     @classmethod
-    def of(cls, kind: str, machine: str | None) -> Rates:
-        """Return the rates of a shipped profile by its name, or of a profile's file; rough ones where `machine` is None.
+    def of(cls, kind: str, machine: str | None, measured: DeviceRates | None = None) -> Rates:
+        """Return the rates of a shipped profile by its name, or of a profile's file; `measured` ones where `machine` is None.
 
         Raises `PlanError` for what is neither.
         """
-        return cls(kind, None if machine is None else find_profile(machine))
+        return cls(kind, None if machine is None else find_profile(machine), measured or NOTHING)
 
     def flops(self, dtype: object) -> float:
         """Return the operations per second of products in a type."""
-        return rough_flops(self.kind) if self.profile is None else self.profile.flops(str(dtype).removeprefix("torch."))
+        name = str(dtype).removeprefix("torch.")
+        if self.profile is not None:
+            return self.profile.flops(name)
+        return self.measured.flops.get(name) or rough_flops(self.kind)
 
     @property
     def bytes(self) -> float:
@@ -43,10 +51,18 @@ class Rates:
 
     def links(self, tiers: Sequence[Tier], size: int) -> Iterator[Link]:
         """Yield the links between tiers from near to far, and between `size` ranks."""
-        known = {} if self.profile is None else _known(self.profile, size)
-        for link in rough_links(tiers, size):
+        return self.applied(rough_links(tiers, size), size)
+
+    def applied(self, links: Iterable[Link], size: int) -> Iterator[Link]:
+        """Yield links of one of `size` ranks, each at its rate where that is known."""
+        known = _of_measured(self.measured) if self.profile is None else _known(self.profile, size)
+        for link in links:
             rate = known.get(_ends(link), 0.0)
             yield dataclasses.replace(link, bytes_per_second=rate) if rate else link
+
+
+def _of_measured(measured: DeviceRates) -> dict[Ends, float]:
+    return {(Tier.HOST, Tier.DEVICE): measured.to_device, (Tier.DEVICE, Tier.HOST): measured.to_host}
 
 
 def _known(profile: Profile, size: int) -> dict[Ends, float]:

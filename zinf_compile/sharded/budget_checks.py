@@ -22,7 +22,7 @@ from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.units.unit import Unit
 
 from .allowed_homes import farthest_homes
-from .caps import agree_on_memory, find_caps, held_bytes
+from .caps import agree_on_device, find_caps, held_bytes
 from .other_graphs import copies_to_come
 from .parameter import has_gradient
 from .short_ranks import Lack, refusal_text
@@ -33,7 +33,7 @@ def check_shards(
     config: Config, slots: Sequence[ParameterSlot], context: Context, homes: Sequence[Placement] | None = None
 ) -> None:
     """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
-    agree_on_memory(context)
+    agree_on_device(context)
     caps = find_caps(config, context, held=context.memory.ledger.total()[0])
     topology = context.link.topology
     placements = Placements(config.placement())
@@ -72,7 +72,7 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
 
     `slots`: of the parameters that are made. A collective operation.
     """
-    agree_on_memory(context)
+    agree_on_device(context)
     memory, topology = context.memory, context.link.topology
     reservations, caps = memory.reservations, find_caps(config, context, held=memory.ledger.total()[0])
     before = reservations.caps

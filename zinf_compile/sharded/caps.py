@@ -8,6 +8,7 @@ import gc
 import torch
 
 from zinf_compile.config import Config
+from zinf_compile.ir.device_rates import DeviceRates
 from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.context import Context
@@ -51,11 +52,14 @@ class Caps:
         return declared
 
 
-def agree_on_memory(context: Context) -> None:
-    """Let several ranks go by the memory of the one that has least: plans must not differ. Collective, once for each context.
+def agree_on_device(context: Context) -> None:
+    """Let several ranks go by the memory and the rates of the one that has least: plans must not differ.
 
-    And by the number of those that share a node.
+    And by the number of those that share a node. Collective, once for each context.
     """
+    if context.rates is None:
+        mine = torch.tensor(context.link.rates().row(), dtype=torch.float64)
+        context.rates = DeviceRates.of_row(context.ranks.exchange(mine, what="the rates of each rank's device").amin(0).tolist())
     if context.size > 1 and context.memory.usable is None:
         here = torch.tensor([node_id()], dtype=torch.float64)
         count_ranks(context.ranks.exchange(here, what="the node of each rank").flatten().tolist())

@@ -20,7 +20,7 @@ from zinf_compile.plan.rates import Rates
 from zinf_compile.runtime.context import Context
 
 from .allowed_homes import allowed_homes, farthest_homes, is_open
-from .caps import agree_on_memory, find_caps
+from .caps import agree_on_device, find_caps
 from .other_graphs import not_held_yet, transient_of_unseen
 from .short_ranks import least_of_ranks
 
@@ -33,7 +33,7 @@ def homes_ahead(config: Config, slots: Sequence[ParameterSlot], context: Context
     topology = context.link.topology
     if not is_open(config, topology):
         return [config.placement()] * len(slots)
-    agree_on_memory(context)
+    agree_on_device(context)
     slots = [dataclasses.replace(slot, index=number) for number, slot in enumerate(slots)]
     rest, room = farthest_homes(config, topology), _room(config, context, whole=0, together=True)
 
@@ -55,7 +55,7 @@ def fits_near(config: Config, slots: Sequence[ParameterSlot], context: Context, 
     """
     if context.size > 1 and not together:
         return False
-    agree_on_memory(context)
+    agree_on_device(context)
     room = _room(config, context, whole=sum(slot.bytes for slot in slots), together=together)
     return _excess(config, slots, Placements(config.placement()), context, room).fits
 
@@ -132,7 +132,7 @@ def _problem(config: Config, slots: Sequence[ParameterSlot], context: Context, r
     return StepProblem(
         regions=tuple(Region(name=str(number), seconds=0.0) for number in range(2 * len(slots))),
         memories=tuple(Memory(tier=tier) for tier in tiers),
-        links=tuple(Rates.of(context.device.type, config.machine_name()).links(tiers, 1)),
+        links=tuple(Rates.of(context.device.type, config.machine_name(), context.rates).links(tiers, 1)),
         units=tuple(units),
         pieces=tuple(pieces),
         allowed=Allowed(params=on["params"], grads=on["grads"], states=on["optimizer"]),
