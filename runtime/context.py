@@ -29,6 +29,7 @@ from zinf_compile.runtime.lanes.step_recorder import StepRecorder
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.device_arena import DeviceArena
 from zinf_compile.runtime.memory.full_copies import FullCopies
+from zinf_compile.runtime.memory.leaving_norms import LeavingNorms
 from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.value_space import ValueSpace
@@ -91,6 +92,8 @@ class Context:
         """Whether the process ends: lanes stop."""
         self.full_copies = FullCopies()
         """Full units that stay on the device until they change."""
+        self.leaving_norms = LeavingNorms()
+        """Norms that are taken of gradients before they leave the device."""
         self.whole_gradients: weakref.WeakSet[Any] = weakref.WeakSet()
         """Full gradients that are to be reduced when they are first read."""
         self.chosen: dict[Hashable, bool] = {}
@@ -190,6 +193,7 @@ class Context:
         """A step of an optimizer is over."""
         ended = self.lanes.meter.end_step()
         self.memory.end_step()
+        self.leaving_norms.end_step()
         if ended is not None:
             record = ended.finish()
             self.lanes.meter.recorded(record)

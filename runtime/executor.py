@@ -29,6 +29,7 @@ from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.lanes.step_recorder import GraphRecorder
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
 from zinf_compile.runtime.memory.full_copies import HandedOn
+from zinf_compile.runtime.memory.leaving_norms import Taking
 from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.unit import Tile, Unit
@@ -170,10 +171,13 @@ def _reduce(step: Reduce, run: Run) -> None:
     held = sum(full.nbytes for full in grads)
     what = f"reducing the gradients of {names_of(members)} (group {step.group}) in {run.program.name}"
     parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    taking: Taking | None = None
 
     def reduce() -> None:
         with moving([context.lanes.meter], "to ranks", count, what):
             reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
+        if taking is not None:
+            taking.take()
 
     def ended() -> None:
         if not isinstance(context.lanes.reduce, StreamLane):  # there it has only begun: it holds them until it is over
@@ -186,6 +190,7 @@ def _reduce(step: Reduce, run: Run) -> None:
             grad.new_empty(unit.shard_numel) if whole is None else whole.reduce_buffer(unit, grad.dtype)  # type: ignore[arg-type]
             for unit, grad, whole in zip(members, grads, together, strict=True)
         ]
+        taking = _norms_to_take(members, shards, context)
         parts += [unit.split(shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
         count = (group.size - 1) * sum(shard.nbytes for shard in shards)
         with context.lanes.meter.waiting():
@@ -197,12 +202,22 @@ def _reduce(step: Reduce, run: Run) -> None:
         raise
     context.lanes.meter.moved("to ranks", count)
     reduction = Reduction(pending, context, what)
+    if taking is not None:
+        taking.behind(reduction)
     for unit, (_, slot, out, _), shard, whole in zip(members, step.members, shards, together, strict=True):
         if whole is None:
             context.memory.ledger.track("grads", shard)
         else:
             whole.reduced(reduction)
         registers[out] = _take_home(ReduceHandle(unit, shard, reduction, whole), slot, run)
+
+
+def _norms_to_take(members: Sequence[Unit | Tile], shards: Sequence[torch.Tensor], context: Context) -> Taking | None:
+    """Return the norms of those that are about to leave the device."""
+    if not context.leaving_norms.are_wanted:
+        return None
+    rows = zip(members, shards, strict=True)
+    return context.leaving_norms.begin([(unit, shard) for unit, shard in rows if unit.placement.grads != Tier.DEVICE])
 
 
 def _reduce_at_hand(step: Reduce, members: Sequence[Unit | Tile], run: Run) -> None:
@@ -223,6 +238,8 @@ def _reduce_at_hand(step: Reduce, members: Sequence[Unit | Tile], run: Run) -> N
                     staying.append(shard)
                 else:  # before it leaves
                     ledger.track("grads", shard)
+            if (taking := _norms_to_take([unit], [shard], run.context)) is not None:
+                taking.take()
             registers[out] = _take_home(ReduceHandle(unit, shard, _DONE, whole), slot, run)
     finally:
         ledger.track("grads", *staying)

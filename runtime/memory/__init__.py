@@ -10,6 +10,8 @@ device_arena — An arena of a device's own memory for gathers and swaps: after 
 full_copies — Full units that stay on the device until their values change, so that a step gathers each once:
     `reshard_after_backward=False`.
 inflight — Limits of what transfers under way may hold.
+leaving_norms — Norms of gradients that leave their device, taken there before they do: for who asks for them behind each
+    backward.
 ledger — The account of the bytes that the runtime holds, by kind.
 named_caps — The caps that refusals name, by the options that set them: `device_memory` is of one rank, `host_memory` of all
     of a node.

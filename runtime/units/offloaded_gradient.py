@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from zinf_compile.errors import StepFailedError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import All, Done, Job, Pending
 from zinf_compile.runtime.lanes.stream_lane import TransferToHost
+from zinf_compile.runtime.memory.leaving_norms import LeavingNorm
 from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from .backing import NvmeBacking, ShardBacking
@@ -47,6 +48,16 @@ class OffloadedGradient:
         self.order = 0
         """The number of the copy that brings it here, of all of the process."""
         self._reading: tuple[torch.Tensor, Pending] | None = None
+        self.norms: Sequence[Sequence[LeavingNorm]] = ()
+        """Norms that were taken before it left the device, when nothing had changed it; of a tiled one those of each tile."""
+
+    def norms_of(self, key: Hashable) -> list[torch.Tensor] | None:
+        """Return the norm for which `key` asks, or that of each tile, for the current stream; None where it isn't known."""
+        if not self.norms or self.version or self.spoiled:
+            return None
+        of_parts = [next((norm for norm in part if norm.key == key), None) for part in self.norms]
+        found = [value for norm in of_parts if norm is not None and (value := norm.get()) is not None]
+        return found if len(found) == len(self.norms) else None
 
     def arrive(self, pending: Pending) -> None:
         """Note the transfer to the shard's backing."""

@@ -13,6 +13,7 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.sizes import SMALL_BYTES
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.memory.leaving_norms import LeavingNorm
 from zinf_compile.runtime.system.accelerator import current_stream
 from zinf_compile.runtime.transfer.move import (
     Location,
@@ -209,7 +210,16 @@ def _offloaded_to_drive(unit: Unit, shard: torch.Tensor | OffloadedGradient) -> 
     assert unit.gradient_pool is not None, "its tier is a drive"
     unit.wait_updated()  # its last gradient may still be in the place of this one
     numel = shard.numel if isinstance(shard, OffloadedGradient) else shard.numel()
-    return offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
+    offloaded = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
+    offloaded.norms = (norms_of(unit, shard),)
+    return offloaded
+
+
+def norms_of(unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient) -> Sequence[LeavingNorm]:
+    """Return the norms of a gradient on its way, as they were taken on the device; none where it was changed since."""
+    if isinstance(shard, torch.Tensor):
+        return unit.context.leaving_norms.of(shard)
+    return () if shard.version or not shard.norms else shard.norms[0]
 
 
 def is_small_for_drive(unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient) -> bool:
@@ -309,10 +319,12 @@ def _offloaded_to_host(
     context.memory.make_room(ledger, sum(shard.nbytes for _, shard in shards))
     hosts = [context.link.host_buffer(shard.numel(), shard.dtype) for _, shard in shards]
     ledger.track("grads", *hosts)
-    return [
-        (OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype), host)
-        for (unit, shard), host in zip(shards, hosts, strict=True)
-    ]
+    found = []
+    for (unit, shard), host in zip(shards, hosts, strict=True):
+        offloaded = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
+        offloaded.norms = (norms_of(unit, shard),)
+        found.append((offloaded, host))
+    return found
 
 
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:

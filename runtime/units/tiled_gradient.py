@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import All, Pending
 from zinf_compile.runtime.memory.inflight import InflightQueue
+from zinf_compile.runtime.memory.leaving_norms import LeavingNorm
 
 from .backing import HostBacking
 from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
-from .swap import copy_out, swap_out, write_out
+from .swap import copy_out, norms_of, swap_out, write_out
 from .unit import Tile, Unit
 
 TILES_UNDER_WAY = 2
@@ -26,6 +29,8 @@ class TileGradients:
         self._pending: list[Pending] = []
         self._offloading = InflightQueue(TILES_UNDER_WAY)
         """Transfers that free memory of the device."""
+        self._norms: dict[Tile, Sequence[LeavingNorm]] = {}
+        """Of the tiles' gradients."""
         self.on_device = not unit.context.link.topology.is_offloaded(unit.placement.grads)
         """Whether it is kept on the device, where it is reduced."""
 
@@ -51,6 +56,7 @@ class TileGradients:
     ) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
         """Start one hop of a tile's shard, as `swap_out` does for a whole unit."""
         unit = self._unit
+        self._norms[tile] = norms_of(tile, shard)
         tier = unit.placement.grads
         if self.on_device or (not Tier(dst).in_memory and unit.gradient_pool is None):
             return shard, reduction
@@ -85,6 +91,7 @@ class TileGradients:
         pending: Pending = All(self._pending[::-1])  # the last one's end is that of many
         if isinstance(self._shard, OffloadedGradient):
             self._shard.arrive(pending)
+            self._shard.norms = [self._norms.get(tile, ()) for tile in self._unit.tiles]
         return self._shard, pending
 
     def _gradient_on_host(self, dtype: torch.dtype) -> OffloadedGradient:

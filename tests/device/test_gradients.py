@@ -15,6 +15,7 @@ from torch import nn
 
 import zinf_compile
 from zinf_compile.runtime.lanes.lanes import Job
+from zinf_compile.sharded.gradient import ShardedGradient
 
 SLOW_S = 0.002
 """The longest delay of each work of a stream."""
@@ -123,3 +124,23 @@ def test_settings_on_the_device_are_read_after_the_users_stream(tmp_path: Path) 
         assert late.defects() == []
         torch.accelerator.current_stream().synchronize()
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_norms_are_taken_before_gradients_leave(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of the CPU, and no gradient is brought back for them from the second step on."""
+    brought, bring = list[str](), ShardedGradient._bring
+
+    def noted(self: ShardedGradient, start: int, end: int | None) -> Any:
+        brought.append(self.unit.name)
+        return bring(self, start, end)
+
+    monkeypatch.setattr(ShardedGradient, "_bring", noted)
+    tiled = {"tile": PLACEMENTS[placement]["tile"]} if "tile" in PLACEMENTS[placement] else None  # which rounds otherwise
+    expected = train("cpu", tiled, micro_batches=1)
+    late_train(PLACEMENTS[placement], micro_batches=1, steps=1)
+    once = len(brought)
+    found = late_train(PLACEMENTS[placement], micro_batches=1)
+    assert len(brought) == 2 * once > 0
+    assert late.defects() == []
+    assert all(map(torch.equal, found.losses, expected.losses))

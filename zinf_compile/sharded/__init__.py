@@ -42,6 +42,8 @@ hollow_calls — Calls on parameters whose own memory is hollow: one handling fo
 homes_ahead — Homes of parameters that are partitioned before any graph is known.
 host_shortage — Host memory for whole values outside of graphs: whether there is room, and which caps work where there is
     none.
+left_norms — Norms of gradients that have left their device: who asks for them in each step gets those that were taken
+    before.
 metadata_calls — Calls on partitioned parameters that need no value: those that read metadata, and conversions to what it is
     already.
 offloaded_storage — The storage of values that are off the device: its size is known, its bytes are loaded when they are

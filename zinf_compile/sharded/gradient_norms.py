@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -12,8 +11,10 @@ import torch
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.process_wide import process_wide
+from zinf_compile.runtime.units.unit import Unit
 
 from .gradient import ShardedGradient
+from .left_norms import norms_before, of_parts, part_norm
 
 _Settings = tuple[float, torch.dtype | None]
 
@@ -86,24 +87,31 @@ def _gradients_of(context: Context, families: set[int]) -> list[ShardedGradient]
     for unit in sorted((unit for unit in context.units if unit.family in families), key=lambda unit: unit.serial):
         parameter = unit.parameter()
         gradient = parameter.grad if parameter is not None else None
-        if isinstance(gradient, ShardedGradient) and gradient.unit is unit:
+        asks = not _is_one(unit)  # else its norm is that of one tensor, for which nobody needs the others
+        if isinstance(gradient, ShardedGradient) and gradient.unit is unit and asks:
             found.append(gradient)
     return found
 
 
+def _is_one(unit: Unit) -> bool:
+    """Say whether a unit's gradient is one tensor, on one rank."""
+    return unit.shard_group.size == 1 and not unit.tiles
+
+
 def _take(context: Context, settings: _Settings, gradients: Sequence[ShardedGradient]) -> _Known:
     order, dtype = settings
-    empty = math.inf if order == -math.inf else 0.0
-    local = []
-    for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
-        for each in (gradient, following):
-            if each is not None and not (each.unit.tiles and each.offloaded is not None):  # else its parts are loaded one by one
-                each.prepare(early=each is following)
-        norms = []
-        for valid in gradient.parts_on_device():
-            wanted = dtype or (gradient.norm_dtype if gradient.norm_dtype != valid.dtype else None)
-            norm = torch.linalg.vector_norm(valid, order, dtype=wanted) if valid.numel() else valid.new_tensor(empty)
-            norms.append(norm.double())
+    asked = {of_one: of_parts(order, dtype, of_one=of_one) for of_one in (False, True)}
+    before = [norms_before(gradient, asked[_is_one(gradient.unit)]) for gradient in gradients]
+    to_read = iter([gradient for gradient, norms in zip(gradients, before, strict=True) if norms is None])
+    following, local = next(to_read, None), []
+    for gradient, taken in zip(gradients, before, strict=True):
+        if taken is None:
+            following = next(to_read, None)
+            for each in (gradient, following):
+                if each is not None and not (each.unit.tiles and each.offloaded is not None):  # else parts are loaded one by one
+                    each.prepare(early=each is following)
+        found = taken or [part_norm(valid, order, dtype or gradient.norm_dtype) for valid in gradient.parts_on_device()]
+        norms = [norm.double() for norm in found]
         local.append(norms[0] if len(norms) == 1 else combine_norms(torch.stack(norms), order))
     known = _Known(settings)
     groups: dict[tuple[int, ...], list[int]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .gradient_norms import global_norms
 from .gradient_reductions import DRAWS, REDUCTIONS, TESTS, draw, reduce_over_ranks, reduces_whole
 from .gradient_scaling import unscale
 from .gradient_types import as_kept, changed_by, shown_types
+from .left_norms import foreach_norms, norms_before, of_operator
 from .operands import as_scalar
 from .operators import view_of_gradient
 from .tensor import ShardedTensor
@@ -107,19 +108,6 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
             drawn = draw(func, args, kwargs)
             return _wrapped(_first(args).unit, drawn, drawn.dtype, on_device=True)
     return _whole(func, args, kwargs)
-
-
-def _borrowed(gradients: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield whole gradients on the device, each to be read and dropped; the next one is brought if there is room for both."""
-
-    def start(each: Any, *, early: bool) -> Callable[[], torch.Tensor]:
-        return each.start_borrowing(early=early) if isinstance(each, ShardedGradient) else lambda: each
-
-    ready = start(gradients[0], early=False)
-    for following in gradients[1:]:
-        now, ready = ready, start(following, early=True)
-        yield now()
-    yield ready()
 
 
 def _first(args: Sequence[Any]) -> Any:
@@ -359,9 +347,11 @@ def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     dims = bound.get("dim")
     parts = bool(gradient.unit.tiles)
+    of_all = (dims is None or len(dims) in (0, gradient.dim())) and not bound.get("keepdim")
     if gradient.unit.shard_group.size == 1 and not parts:
-        return func(gradient.borrow().to(gradient.norm_dtype), *args[1:], **kwargs)
-    if (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
+        norms = norms_before(gradient, of_operator(func, args[1:], kwargs)) if of_all else None
+        return func(gradient.borrow().to(gradient.norm_dtype), *args[1:], **kwargs) if norms is None else norms[0].clone()
+    if not of_all:
         return _whole(func, args, kwargs)
     order = bound.get("ord", bound.get("p", 2))
     return global_norms([gradient], 2.0 if order is None else order, bound.get("dtype"))[0]
@@ -372,16 +362,7 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     order, dtype = bound.get("ord", 2), bound.get("dtype")
     sharded = [g for g in args[0] if isinstance(g, ShardedGradient)]
     if sharded[0].unit.shard_group.size == 1 and not any(g.unit.tiles for g in sharded):
-
-        def read(g: torch.Tensor) -> torch.Tensor:
-            return g.borrow().to(g.norm_dtype) if isinstance(g, ShardedGradient) else g
-
-        if all(g.offloaded is None and g.norm_dtype == g.kept_dtype for g in sharded):
-            return func([read(g) for g in args[0]], *args[1:], **kwargs)
-        return [
-            func([value.to(g.norm_dtype) if isinstance(g, ShardedGradient) else value], *args[1:], **kwargs)[0]
-            for g, value in zip(args[0], _borrowed(args[0]), strict=True)
-        ]
+        return foreach_norms(func, args[0], args[1:], kwargs)
     norms = iter(global_norms(sharded, order, dtype))
     return [next(norms) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order, dtype=dtype) for g in args[0]]
 
