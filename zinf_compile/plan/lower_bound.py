@@ -26,12 +26,16 @@ from .bound_gradients import GradientsProgramme
 from .bound_programme import seconds_of
 from .problem import StepProblem
 from .problem_parts import KEEP, RECOMPUTE, Link, SavedValue, Unit
+from .unroll import COMPUTE
 
 CELLS = 60_000
 """Values over time in a programme; larger problems are checked at some regions only, which can only lower the bound of all."""
 
 IDLE = 1e-4
 """What a second of a link costs beside one of the step, where links are to be idle if they can."""
+
+TIE = 1e-3
+"""Shares of the step that differ by less are equal."""
 
 BUSY_CELLS = 15_000
 """As `CELLS`, for a solution in which links are idle if they can: that takes several times as long to find."""
@@ -47,8 +51,8 @@ class Bound:
 
     @property
     def by(self) -> str:
-        """Return the name of the busiest."""
-        return max(self.busy, key=lambda name: self.busy[name])
+        """Return the name of the busiest: compute where a link is no busier."""
+        return max(self.busy, key=lambda name: self.busy[name] + (TIE if name == COMPUTE else 0.0))
 
 
 def lower_bound(problem: StepProblem, *, cells: int = CELLS, idle_links: bool = False) -> Bound:

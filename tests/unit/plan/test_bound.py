@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_cases import links, training
 
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.plan.lower_bound import CELLS, _Programme, lower_bound
+from zinf_compile.plan.lower_bound import CELLS, Bound, _Programme, lower_bound
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Kind, Plan, Reduction
 from zinf_compile.plan.planners import cached_prefetch, just_in_time
@@ -266,3 +266,8 @@ def test_gradients_that_are_reduced_once_for_several_micro_batches_are_bounded_t
     assert verify(problem, plan) == []
     most = {str(tier): int(taken.max()) for tier, taken in occupied(problem, plan).items()}
     assert lower_bound(problem.with_budgets(**most)).seconds <= step_seconds(problem, plan) * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize(("busy", "by"), [(0.9999, "compute"), (1.0, "compute"), (1.01, "host to device")])
+def test_where_a_link_is_no_busier_compute_sets_the_bound(busy: float, by: str) -> None:
+    assert Bound(1.0, {"host to device": busy, "compute": 1.0}).by == by
