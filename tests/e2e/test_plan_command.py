@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from zinf_compile.plan.plan import Plan, Shared
 from zinf_compile.plan.planners import PLANNERS
 from zinf_compile.plan.planners.just_in_time import just_in_time
 from zinf_compile.plan.profile import find_profile
+from zinf_compile.plan.table import in_seconds
 
 COMMAND = ["plan", "mlp", "--machine", "h100", "--world", "2", "--nvme", "4x"]
 
@@ -48,7 +50,11 @@ def test_several_budgets_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert classes.count("lanes") == 2
     assert classes.count("memory") == 4
     assert sum(attributes.get("class") == "cap" for _, attributes in drawn.tags) == 4
-    assert "It does not fit" in body
+    least = re.search(r"It does not fit\. The least that does[^:]*: device ([\d.]+) MiB\.<", body)
+    assert least is not None, "a budget that is enough is not named"
+    assert none["least"]["device"] <= float(least[1]) * 2**20 <= 1.001 * none["least"]["device"]
+    assert f"step {in_seconds(roomy['step'])}, bound {in_seconds(roomy['bound'])} by " in body
+    assert "0.000 s" not in body
     names = {event["name"] for event in json.loads(events.read_text())["traceEvents"]}
     assert "bytes on device" in names
 

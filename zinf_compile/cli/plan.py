@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import KEEP, Allowed
 from zinf_compile.plan.profile import Profile, find_profile, shipped
 from zinf_compile.plan.simulate import Timeline, simulate
-from zinf_compile.plan.table import homes_table, in_seconds, summary_line
+from zinf_compile.plan.table import homes_table, in_seconds, rounded_up, summary_line
 from zinf_compile.plan.verify import check
 
 from .dump_error import DumpError
@@ -255,7 +254,7 @@ def _text(each: Planned, row: dict[str, Any]) -> str:
         if each.least is None:
             return f"{each.title}: it does not fit, whatever the budgets; give it a farther tier (--nvme), or more ranks"
         given = {memory.tier: memory.bytes for memory in each.problem.memories}
-        grown = [f"{tier} {_rounded_up(count)}" for tier, count in each.least.items() if count != given[tier]]
+        grown = [f"{tier} {rounded_up(count)}" for tier, count in each.least.items() if count != given[tier]]
         least = ", ".join(grown)
         return f"{each.title}: it does not fit; the least that does, where all moves just in time but no saved value: {least}"
     lines = [
@@ -285,13 +284,6 @@ def _gib(count: int | None) -> str:
     if count < 10_000:
         return f"{count:,} bytes"
     return f"{count / 2**30:,.1f} GiB" if count >= 2**28 else f"{count / 2**20:,.2f} MiB"
-
-
-def _rounded_up(count: int) -> str:
-    """Return a budget as text that, given back, is no smaller, and at most a per mille larger."""
-    unit, name = (2**30, "GiB") if count >= 2**28 else (2**20, "MiB")
-    digits = max(0, 3 - math.floor(math.log10(max(count, 1) / unit)))
-    return f"{math.ceil(count / unit * 10**digits) / 10**digits:.{digits}f} {name}"
 
 
 def _options(text: str) -> dict[str, Any]:

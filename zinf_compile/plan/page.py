@@ -12,6 +12,7 @@ from zinf_compile.ir.tiers import Tier
 
 from .problem import StepProblem
 from .simulate import Span, Timeline
+from .table import in_seconds, rounded_up
 from .unroll import COMPUTE
 
 WIDTH, LEFT, ROW, HEIGHT = 1200, 140, 22, 90
@@ -45,14 +46,15 @@ def page(title: str, plans: Sequence[Shown]) -> str:
 def _section(shown: Shown, longest: float) -> str:
     parts = [f"<h2>{html.escape(shown.title)}</h2>"]
     if shown.timeline is None:
-        least = shown.report.get("least") or {}
-        text = ", ".join(f"{tier} {_bytes(count)}" for tier, count in least.items()) or "none"
+        given = {str(memory.tier): memory.bytes for memory in shown.problem.memories}
+        least = {tier: count for tier, count in (shown.report.get("least") or {}).items() if count != given.get(tier)}
+        text = ", ".join(f"{tier} {rounded_up(count)}" for tier, count in least.items()) or "none"
         return "\n".join(
             [*parts, f"<p>It does not fit. The least that does, where no saved value moves: {html.escape(text)}.</p>"]
         )
     timeline, report = shown.timeline, shown.report
     parts.append(
-        f"<p>step {timeline.seconds:.3f} s, bound {report['bound']:.3f} s by {html.escape(report['bound_by'])}, "
+        f"<p>step {in_seconds(timeline.seconds)}, bound {in_seconds(report['bound'])} by {html.escape(report['bound_by'])}, "
         f"{report['tokens_per_second']:,.1f} tokens/s</p>"
     )
     parts.append(_lanes(timeline, WIDTH / longest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -109,6 +110,13 @@ def summary_line(problem: StepProblem, timeline: Timeline, *, bound: float, by: 
 def in_seconds(seconds: float) -> str:
     """Return seconds as text: with two decimals, or two digits where those would show none."""
     return f"{seconds:.2f} s" if seconds >= 0.1 or not seconds else f"{seconds:.2g} s"
+
+
+def rounded_up(count: int) -> str:
+    """Return a budget as text that, given back, is no smaller, and at most a per mille larger."""
+    unit, name = (2**30, "GiB") if count >= 2**28 else (2**20, "MiB")
+    digits = max(0, 3 - math.floor(math.log10(max(count, 1) / unit)))
+    return f"{math.ceil(count / unit * 10**digits) / 10**digits:.{digits}f} {name}"
 
 
 def _gib(count: int) -> str:
