@@ -66,7 +66,7 @@ def lay_out(tensors: Mapping[str, tuple[torch.dtype, Sequence[Rectangle]]]) -> l
 
 def _file(rectangles: Mapping[str, tuple[torch.dtype, Rectangle]]) -> FileLayout:
     order = sorted(rectangles, key=lambda key: -rectangles[key][0].itemsize)  # so that each one is aligned
-    described: dict[str, object] = {"__metadata__": _metadata({key: rectangle for key, (_, rectangle) in rectangles.items()})}
+    described: dict[str, object] = {"__metadata__": metadata_of({key: rectangle for key, (_, rectangle) in rectangles.items()})}
     spans, end = {}, 0
     for key in order:
         dtype, rectangle = rectangles[key]
@@ -80,7 +80,7 @@ def _file(rectangles: Mapping[str, tuple[torch.dtype, Rectangle]]) -> FileLayout
     return FileLayout(header, tuple(parts))
 
 
-def _metadata(rectangles: Mapping[str, Rectangle]) -> dict[str, str]:
+def metadata_of(rectangles: Mapping[str, Rectangle]) -> dict[str, str]:
     """Return what `torch.distributed.checkpoint` reads of a file that holds parts of tensors."""
     offsets = {key: {"saved_offsets": list(rectangle.offsets)} for key, rectangle in rectangles.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets, separators=(",", ":"))}

@@ -41,6 +41,11 @@ class Entry:
 
 def read_header(path: Path, fd: int) -> dict[str, Entry]:
     """Return the tensors of a file by name; raise `CheckpointError` naming the file and each tensor at fault."""
+    return read_whole_header(path, fd)[0]
+
+
+def read_whole_header(path: Path, fd: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the same, and what else the file says, as text by name."""
     size = os.fstat(fd).st_size
     try:
         prefix = os.pread(fd, 8, 0)
@@ -60,7 +65,8 @@ def read_header(path: Path, fd: int) -> dict[str, Entry]:
     except ValueError as error:
         said = f"{path} is no safetensors file: its header is not JSON ({error})"
         raise CheckpointError(said) from error
-    problems = _metadata_problems(header.pop("__metadata__", None))
+    metadata = header.pop("__metadata__", None)
+    problems = _metadata_problems(metadata)
     entries: dict[str, Entry] = {}
     for name, described in header.items():
         found = _entry(described, 8 + length)
@@ -74,7 +80,7 @@ def read_header(path: Path, fd: int) -> dict[str, Entry]:
         raise CheckpointError(
             f"{path} is damaged or was not written to its end: {'; '.join(problems[:20])}{more}. Fetch it again"
         )
-    return entries
+    return entries, metadata or {}
 
 
 def _metadata_problems(metadata: Any) -> list[str]:

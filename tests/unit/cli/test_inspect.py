@@ -90,6 +90,22 @@ def test_nothing_damaged_is_verified(folder: Path, capsys: pytest.CaptureFixture
     assert main(["inspect", str(folder / "save-00000001"), "--verify"]) == 0
 
 
+def test_what_a_header_tells_other_readers_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where in the whole a tensor lies, in the words of torch.distributed.checkpoint: whichever byte of it is another one."""
+    (file,) = (folder / "save-00000002").glob("*.safetensors")
+    content = file.read_bytes()
+    begin, end = content.index(b"__metadata__") + 15, content.index(b'"}', content.index(b"DCP_SHARDING_INFO"))
+    for place in range(begin, end, 23):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        assert main(["inspect", str(folder), "--verify"]) == 2, damaged[place - 20 : place + 20]
+    said = capsys.readouterr().err
+    assert "says of its tensors' places in the whole, for other readers, what its manifest doesn't" in said
+    file.write_bytes(content)
+    assert main(["inspect", str(folder), "--verify"]) == 0
+
+
 def test_a_header_that_differs_from_the_manifest_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = (folder / "save-00000002").glob("*.safetensors")
     file.write_bytes(file.read_bytes().replace(b"model.short", b"model.shard"))
