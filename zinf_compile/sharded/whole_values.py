@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zinf_compile._torch import tree_leaves, tree_map
+from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.units.shard_layout import DenseLayout
 from zinf_compile.runtime.units.shard_values import DeviceShard
 
@@ -27,6 +28,13 @@ def on_whole_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     """
     found = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ShardedTensor)]
     recorded = torch.is_grad_enabled() and any(item.requires_grad for item in found)
+    if recorded and (own := next((item for item in found if isinstance(item, torch.nn.Parameter)), None)) is not None:
+        raise PartitionedParameterError(
+            f"a torch.nn.Parameter was made of values that are partitioned like parameter {own.unit.name}. Such a parameter "
+            f"isn't partitioned itself, and {getattr(func, '__name__', func)}() can't train it. Accepted: copy.deepcopy(p), "
+            "which is partitioned as well, changed in place then; or a torch.nn.Parameter of whole values, as full_tensor() and "
+            "full_state_dict(model) return them"
+        )
     if recorded or not all(item.is_parameter and item.unit.shard_group.size == 1 for item in found):
         return _on_copies(func, args, dict(kwargs), found)
     given, named = tree_map(_whole, tuple(args)), tree_map(_whole, dict(kwargs))
