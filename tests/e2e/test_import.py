@@ -209,7 +209,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
         [
             "count can't go from torch.int32 to torch.float16: whole numbers beyond 2,048 would be rounded",
             "scale can't go from torch.float32 to torch.int64: fractions would be lost",
-            "dtype has none, which the checkpoint has not",
+            "dtype has none, a name that no tensor of the checkpoint gets",
         ],
     ),
     (

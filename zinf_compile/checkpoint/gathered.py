@@ -20,6 +20,7 @@ from zinf_compile.runtime.units.whole import gather_on_first, gather_whole, scat
 from zinf_compile.sharded.arguments import plain
 from zinf_compile.sharded.held_values import in_use
 from zinf_compile.sharded.parameter import ShardedParameter, fill, hollow_out, unit_of
+from zinf_compile.sharded.tensor import ShardedTensor
 
 
 @contextlib.contextmanager
@@ -69,6 +70,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     keep = unit is None or unit.shard_group.rank == 0
     failed = PartitionedParameterError("state_dict() of the model failed on rank 0, see there; nothing was saved")
     with contextlib.nullcontext() if unit is None else unit.ranks.fail_together("saving the model", elsewhere=failed):
+        reject_hollow(state_names(model))
         skeleton: dict[str, Any] = model.state_dict(keep_vars=True) if keep else {}  # contains the parameters themselves
     state: dict[str, Any] = dict.fromkeys(skeleton)
     names = state_names(model)
@@ -78,9 +80,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         if full is not None:
             copies[id(parameter)] = full.to("cpu")
         del full
+    for tensor in {id(each): each for each in names.values() if type(each) is ShardedTensor}.values():
+        full = tensor.full_tensor()
+        if keep:
+            copies[id(tensor)] = full.to("cpu")
+        del full
     for name, value in skeleton.items():
         owner = names.get(name)
-        if isinstance(owner, ShardedParameter):
+        if id(owner) in copies:
             state[name] = copies[id(owner)]
         else:
             state[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
@@ -120,9 +127,20 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
 
 
 NOT_GIVEN = (
-    "none was given, and nothing is partitioned: then each rank needs one. Where the model is spread over several ranks, call it "
-    "once on all of them, under torch.no_grad(), and rank 0's is enough"
+    "none was given, or an empty one, and nothing is partitioned: then each rank needs one. Where the model is spread over "
+    "several ranks, call it once on all of them, under torch.no_grad(), and rank 0's is enough"
 )
+
+
+def reject_hollow(names: Mapping[str, torch.Tensor]) -> None:
+    """Raise `UnsupportedModelError` for parameters and buffers on the meta device, which have no values to be saved."""
+    hollow = [name for name, tensor in names.items() if tensor.is_meta]
+    if hollow:
+        more = f" and {len(hollow) - 1} more" if len(hollow) > 1 else ""
+        raise UnsupportedModelError(
+            f"{hollow[0]}{more} on the meta device: there are no values to save, and nothing was written. "
+            "zinf_compile.partition(model, ...) and zinf_compile.load(folder, model) give them some"
+        )
 
 
 def partitioned_parameters(model: nn.Module) -> dict[str, ShardedParameter]:

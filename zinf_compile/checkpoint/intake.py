@@ -48,6 +48,11 @@ def plan_intake(
                 f"dtype={given!r} is a {type(given).__name__}; accepted: a torch.dtype, as torch.bfloat16, or a mapping from "
                 "names to such types. Nothing was changed"
             )
+    if not (rename is None or isinstance(rename, Mapping) or callable(rename)):
+        raise CheckpointError(
+            f"rename={rename!r} is a {type(rename).__name__}; accepted: a mapping from names in the checkpoint to names in the "
+            "model, or a function from one to the other. Nothing was changed"
+        )
     problems: list[str] = []
     names = {name: _renamed(name, rename, problems) for name in [*stored, *others]}
     if isinstance(rename, Mapping):
@@ -57,7 +62,7 @@ def plan_intake(
         sources.setdefault(new, []).append(name)
     problems += [f"{' and '.join(sorted(found))} would both be {new}" for new, found in sources.items() if len(found) > 1]
     if isinstance(dtype, Mapping):
-        problems += [f"dtype has {name}, which the checkpoint has not" for name in dtype if name not in sources]
+        problems += [f"dtype has {name}, a name that no tensor of the checkpoint gets" for name in dtype if name not in sources]
     dtypes: dict[str, torch.dtype | str] = {}
     for name, found in stored.items():
         new = names[name]

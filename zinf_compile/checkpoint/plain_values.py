@@ -47,7 +47,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor], *, levels: 
         return _encoded_text(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, np.ndarray):  # the state of numpy's generators has one
+    if type(value) in (np.ndarray, np.memmap):  # the state of numpy's generators has one
         return {"array": _add(_tensor_of(value, where), where, tensors)}
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:

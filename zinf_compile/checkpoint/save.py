@@ -23,7 +23,7 @@ from zinf_compile.sharded.arguments import path_of, plain
 from .accumulated_gradients import add_gradients
 from .background import BackgroundSave, PartMissingError, one_at_a_time, saving_together, wait_for_save
 from .fit import named_optimizers
-from .gathered import agree_on_units, partitioned_parameters, state_names
+from .gathered import agree_on_units, partitioned_parameters, reject_hollow, state_names
 from .local_buffers import add_local_buffers
 from .manifest import MANIFEST, as_json, rank_manifest, with_checksum, write_new
 from .random_states import add_random_states, number_of_ranks, uses_numpy
@@ -68,7 +68,7 @@ def save(
     ranks give different folders. Nothing of the training is changed.
     """
     with one_at_a_time():
-        return _save(folder, model, optimizer, extra or {}, keep, wait)
+        return _save(folder, model, optimizer, {} if extra is None else extra, keep, wait)
 
 
 def _save(
@@ -87,6 +87,7 @@ def _save(
     contents = RankContents(rank, size)
     stepping = _optimizers_of(model)
     with saving_together(ranks, folder):
+        reject_hollow(state_names(model))
         place = SaveFolder(path_of(folder).absolute(), keep=keep, advice=_advice(ranks))
         contents.take_steps(stepping)
         names = contents.add_model(model)
@@ -98,6 +99,8 @@ def _save(
     devices = {tensor.device.type for tensor in state_names(model).values()}
     add_random_states(contents, size, devices, numpy=uses_numpy(ranks))
     with saving_together(ranks, place.folder):
+        if not isinstance(extra, Mapping):
+            raise CheckpointError(f"extra is a {type(extra).__name__}; accepted: a mapping of names to plain values")
         contents.add_plain("extra", dict(extra))
         if rank == 0:
             _manifest(place.folder, contents, [0] * size)  # what can't be read again is refused before anything is written

@@ -15,11 +15,12 @@ from torch import nn
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.runtime.comm.ranks import Ranks
-from zinf_compile.sharded.arguments import plain
+from zinf_compile.sharded.arguments import path_of, plain
 from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.tensor import ShardedTensor
 
 from .folder_update import FolderUpdate
-from .gathered import agree_on_units, on_first_rank, partitioned_parameters, state_names
+from .gathered import agree_on_units, on_first_rank, partitioned_parameters, reject_hollow, state_names
 from .safetensors_index import INDEX, SINGLE
 from .safetensors_writer import new_file, save_file, write_all
 
@@ -50,7 +51,8 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
     tag = secrets.token_hex(8)
     plan = plan_files(tensors, most, tag=tag if ranks is None else ranks.share(tag, what="naming the files of a save"))
     first = ranks is None or ranks.rank == 0
-    update = FolderUpdate(Path(folder))
+    update = FolderUpdate(path_of(folder))
+    _on_first_rank(ranks, lambda: reject_hollow(tensors))
     try:
         _on_first_rank(ranks, update.begin)
         for file, names in plan.items():
@@ -91,6 +93,10 @@ def _gather_file(tensors: Mapping[str, torch.Tensor], *, first: bool) -> dict[st
         if isinstance(tensor, ShardedParameter):
             full = on_first_rank(tensor._zinf_unit)
             if full is not None:
+                whole[name] = full.to("cpu").contiguous()
+        elif isinstance(tensor, ShardedTensor):
+            full = tensor.full_tensor()
+            if first:
                 whole[name] = full.to("cpu").contiguous()
         elif first:
             whole[name] = tensor.detach().to("cpu", copy=True).contiguous()

@@ -24,6 +24,9 @@ def check_optimizer(given: object) -> None:
 def path_of(given: object) -> Path:
     """Return the path that a string or an `os.PathLike` is; raise `TypeError` for what is neither."""
     try:
-        return Path(given)  # type: ignore[arg-type]
+        path = Path(given)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"a {type(given).__name__} is given as the folder; accepted: a str or a pathlib.Path") from None
+    if "\0" in str(path):
+        raise ValueError(f"the folder {str(path)!r} has a null character in its name; accepted: a name without one")
+    return path
