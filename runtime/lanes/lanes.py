@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import heapq
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +20,8 @@ from .wait_times import WorkerWaits, work_for
 MOST_UNDER_WAY = 4
 """Transfers of one lane that may hold their buffers at a time; the next one waits for the oldest."""
 
+POLL_S = 0.001
+"""Seconds after which a lane looks again whether a copy has arrived."""
 
 _CPU = torch.device("cpu")
 
@@ -181,6 +186,15 @@ class ThreadLane:
         self, transfer: Callable[[], None], *, after: Sequence[Pending] = (), ended: Callable[[], None] | None = None
     ) -> Job:
         """Queue `transfer`; the worker waits for what it comes after."""
+        return self._queue(transfer, after, ended)
+
+    def _queue(
+        self,
+        transfer: Callable[[], None],
+        after: Sequence[Pending],
+        ended: Callable[[], None] | None,
+        put: Callable[[Job], None] | None = None,
+    ) -> Job:
         if self._closed:
             raise RuntimeError(f"{self._thread.name} is closed: the process ends")
         job = Job(transfer if self.log is None else timed(transfer, self.log), after, self._waits, ended)
@@ -191,8 +205,12 @@ class ThreadLane:
                     self._changed.wait()
                 self._waits.record(start)
             self._unfinished += 1
-            self._jobs.put(job)
+            (put or self._jobs.put)(job)
         return job
+
+    def _take(self) -> Job | None:
+        """Return the next one, or None at the end."""
+        return self._jobs.get()
 
     def close(self) -> None:
         """Perform the transfers that are queued, and end the thread."""
@@ -207,7 +225,7 @@ class ThreadLane:
         failure = self.refused
         work_for(self._waits)
         with torch.inference_mode(False), torch.no_grad():
-            while (job := self._jobs.get()) is not None:
+            while (job := self._take()) is not None:
                 error = job.run(failure)
                 failure = self.refused if self._forgiving else error
                 del job  # with the buffers that its transfer held
@@ -221,6 +239,46 @@ class ThreadLane:
                 torch.accelerator.set_device_index(self._device)
         except Exception as error:  # handed to whoever waits
             self.refused = error
+
+
+class ArrivalLane(ThreadLane):
+    """A worker thread for what is done to values behind their copies: in the order in which these arrive.
+
+    In the order of submission what comes behind the last copy would keep all else waiting. What waits for more than copies may
+    wait for others of this lane, and comes behind everything that was submitted before.
+    """
+
+    _last = 0
+    """The largest number of a copy so far."""
+
+    def __init__(self, name: str, *, most: int, device: torch.device = _CPU) -> None:
+        self._queued: list[tuple[int, int, Job, Callable[[], bool]]] = []
+        self._serial = itertools.count()
+        super().__init__(name, most=most, forgiving=True, device=device)
+
+    def submit_behind(self, copy: int, transfer: Callable[[], None], *, is_there: Callable[[], bool]) -> Job:
+        """Queue what waits for a copy and for others of smaller numbers, in which order they arrive; `is_there`: they have."""
+        self._last = max(self._last, copy)
+        return self._queue(transfer, (), None, partial(self._put, copy, is_there))
+
+    def submit(
+        self, transfer: Callable[[], None], *, after: Sequence[Pending] = (), ended: Callable[[], None] | None = None
+    ) -> Job:
+        """Queue `transfer` behind everything submitted before."""
+        return self._queue(transfer, after, ended, partial(self._put, None, lambda: True))
+
+    def _put(self, copy: int | None, is_there: Callable[[], bool], job: Job) -> None:
+        heapq.heappush(self._queued, (self._last if copy is None else copy, next(self._serial), job, is_there))
+        self._jobs.put(job)
+
+    def _take(self) -> Job | None:
+        if self._jobs.get() is None:
+            return None
+        while True:
+            with self._lock:
+                if self._queued[0][3]():
+                    return heapq.heappop(self._queued)[2]
+            time.sleep(POLL_S)  # one whose copy comes earlier may be submitted meanwhile
 
 
 class InlineLane:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .lanes import InlineLane, Lane, Pending, ThreadLane
+from .lanes import ArrivalLane, InlineLane, Lane, Pending, ThreadLane
 from .link_meter import WRITTEN, Meter
 from .overlap_log import Spans, Timed
 from .stream_lane import StreamLane
@@ -37,7 +37,7 @@ class Lanes:
         """Log of the times when compute stands still, see `overlap_log.recorded`; None: none is kept."""
         self._swap: Lane | None = None
         self._update: Lane | None = None
-        self._changes: ThreadLane | None = None
+        self._changes: ArrivalLane | None = None
         self._saved: ThreadLane | None = None
         self._update_stream: torch.Stream | None = None
 
@@ -77,10 +77,10 @@ class Lanes:
         return self._update_stream
 
     @property
-    def changes(self) -> ThreadLane:
+    def changes(self) -> ArrivalLane:
         """The lane of changes of gradients in host memory beside a device, each after its copies; made when first needed."""
         if self._changes is None:
-            self._changes = ThreadLane("zinf-changes", most=MOST_CHANGES, forgiving=True, device=self._device)
+            self._changes = ArrivalLane("zinf-changes", most=MOST_CHANGES, device=self._device)
         return self._changes
 
     def finish_changes(self) -> None:

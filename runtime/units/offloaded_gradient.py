@@ -46,7 +46,8 @@ class OffloadedGradient:
         self._is_changing = False
         """Whether the last of what is on its way is a change, rather than a copy."""
         self.order = 0
-        """The number of the copy that brings it here, of all of the process."""
+        """The number of the copy that brings it here, or of one that arrives later where a change waits for more, of all of the
+        process."""
         self._reading: tuple[torch.Tensor, Pending] | None = None
         self.norms: Sequence[Sequence[LeavingNorm]] = ()
         """Norms that were taken before it left the device, when nothing had changed it; of a tiled one those of each tile."""
@@ -64,12 +65,12 @@ class OffloadedGradient:
         self._arriving, self._is_changing, self.order = pending, False, next(_orders)
 
     @property
-    def copy_under_way(self) -> Pending | None:
-        """The copy that brings it to host memory on one rank, not over yet and not to be changed: a step may wait for that later.
+    def under_way(self) -> Pending | None:
+        """What brings it to host memory on one rank, or changes it there, and isn't over yet: a step may wait for that later.
 
         None: `wait_written` says whether it is there.
         """
-        if self.backing.resident is None or self.spoiled or self._is_changing or self.unit.context.size > 1:
+        if self.backing.resident is None or self.spoiled or self.unit.context.size > 1:
             return None
         return None if self._arriving is None or _is_over(self._arriving) else self._arriving
 
@@ -173,16 +174,28 @@ class OffloadedGradient:
         if spoiled := next((each.spoiled for each in (self, *of) if each.spoiled), ""):
             raise StepFailedError(spoiled)
         context, shard, unit = self.unit.context, resident, self._whole_unit
-        before = [*(each.arriving for each in (self, *of)), *context.link.reads_of(shard)]
+        updates = unit.unfinished  # of a step before this change, which may still have to apply the old one
+        changed = (self, *of)
+        before = [each.arriving for each in changed]
+        reads = context.link.reads_of(shard)
+        is_next = updates is None and not reads and not any(each._is_changing for each in changed)
 
         def run() -> None:
-            for pending in before:
+            for pending in (*before, *reads):
                 pending.wait()
-            unit.settle_update()  # a step may still have to apply the old one
+            if updates is not None:
+                updates.settle(unit)
             change(shard)
 
         with context.lanes.meter.waiting():
-            self._arriving, self._is_changing = context.lanes.changes.submit(run), True
+            if is_next:  # it waits for copies alone
+                self.order = max(each.order for each in changed)
+                self._arriving = context.lanes.changes.submit_behind(
+                    self.order, run, is_there=lambda: not any(map(_is_under_way, before))
+                )
+            else:
+                self.arrive(context.lanes.changes.submit(run))
+        self._is_changing = True
 
     def change_now(self, change: InPlace) -> None:
         """Make a change of a shard in host memory, where it is."""
@@ -224,11 +237,16 @@ class OffloadedGradient:
 
 def _is_over(pending: Pending) -> bool:
     """Return whether a copy is known to be over."""
+    return isinstance(pending, All | TransferToHost | Done | Job) and not _is_under_way(pending)
+
+
+def _is_under_way(pending: Pending) -> bool:
+    """Return whether a copy is known not to be over."""
     if isinstance(pending, All):
-        return all(map(_is_over, pending.parts))
+        return any(map(_is_under_way, pending.parts))
     if isinstance(pending, TransferToHost):
-        return pending.transfer.is_over()
-    return isinstance(pending, Done) or (isinstance(pending, Job) and pending.is_over())
+        return not pending.transfer.is_over()
+    return isinstance(pending, Job) and not pending.is_over()
 
 
 def offloaded_to_drive(unit: Unit, pool: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> OffloadedGradient:

@@ -134,12 +134,46 @@ def test_the_next_forward_brings_units_while_the_last_gradient_leaves(device: Si
     twins.backward(2)
     gradient = twins.ours.embedding.weight.grad
     twins.step()
-    assert gradient.offloaded.copy_under_way is not None, "the step has returned before it is there"  # type: ignore[union-attr]
+    assert gradient.offloaded.under_way is not None, "the step has returned before it is there"  # type: ignore[union-attr]
     forward = threading.Thread(target=lambda: seen.append(twins.call(batch(3)).detach()))
     forward.start()
     layers = sum(layer.weight.nbytes for layer in twins.eager.layers)
     assert eventually(lambda: device.links["to device"].bytes >= before + 2 * layers), "of the backward, and of this forward"
     assert forward.is_alive(), "the embedding is still to be updated"
+    gate.opened.set()
+    forward.join(SECONDS)
+    assert_same("loss", twins.eager(batch(3)).detach(), seen[0])
+    twins.compare()
+
+
+def test_clipping_keeps_nobody_either(device: SimulatedDevice, gate: Gate) -> None:
+    """From the second step that clips on: norms are taken before gradients leave, and each is scaled once it is there."""
+    twins = Twins()
+
+    def clip() -> None:
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 1e-3) for model in (twins.eager, twins.ours)]
+        assert_same("norm", norms[0], norms[1])
+
+    for number in range(2):
+        twins.backward(number)
+        clip()
+        twins.step()
+    zinf_compile.synchronize()
+    before, seen = device.links["to device"].bytes, list[torch.Tensor]()
+    gate.opened.clear()
+    twins.backward(2)
+    gradients = [parameter.grad for parameter in twins.ours.parameters()]
+    clip()
+    twins.step()
+    assert gradients[0].offloaded.under_way is not None, "the step has returned before it is there"  # type: ignore[union-attr]
+    forward = threading.Thread(target=lambda: seen.append(twins.call(batch(3)).detach()))
+    forward.start()
+    layers = sum(layer.weight.nbytes for layer in twins.eager.layers)
+    assert eventually(lambda: device.links["to device"].bytes >= before + 2 * layers), "of the backward, and of this forward"
+    assert forward.is_alive(), "the embedding is still to be updated"
+    for gradient in gradients:  # nobody's any more: the step applies what they were
+        assert gradient is not None
+        gradient.mul_(3.0)
     gate.opened.set()
     forward.join(SECONDS)
     assert_same("loss", twins.eager(batch(3)).detach(), seen[0])
@@ -190,6 +224,29 @@ def test_a_gradient_that_is_changed_before_the_step_is_waited_for(change: str, d
                     parameter.grad = parameter.grad * 2.0
         twins.step()
         opening.join()
+    twins.compare()
+
+
+@pytest.mark.parametrize("pieces", [1 << 12, 1 << 20])
+def test_clipped_ones_are_zeroed_and_added_to_while_the_last_one_leaves(pieces: int, device: SimulatedDevice, gate: Gate) -> None:
+    """What waits for the step comes behind what the step waits for, whether chunks are of one parameter or of all."""
+    twins = Twins(compute_shape={"piece_numel": pieces})
+    for number in range(5):
+        if number:
+            gate.opened.clear()
+        twins.backward(number)
+        for model in (twins.eager, twins.ours):
+            if number % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+            for parameter in model.parameters() if number % 2 == 0 else ():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+        threading.Timer(0.1, gate.opened.set).start()
+        for optimizer in twins.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        assert gate.opened.wait(SECONDS)
     twins.compare()
 
 

@@ -155,9 +155,9 @@ class OffloadedStates:
             calls = group_calls(due, lambda number: self.chunks[number].numel, joins.__contains__)
             for together, following in itertools.zip_longest(calls, calls[1:]):
                 with self.context.lanes.meter.waiting():
-                    for number in together:
-                        for _, parameter, _ in self._due_of(number):
-                            self.gradients[parameter].wait_arrived()
+                    arriving = {p: self.gradients[p] for number in together for _, p, _ in self._due_of(number)}
+                    for gradient in sorted(arriving.values(), key=lambda each: -each.order):  # behind the last all are there
+                        gradient.wait_arrived()
                     brought = self._bring(together, ready, optimizer)
                     ahead = following is not None and not self._arrival(following[0])
                     if ahead and len(self.transfers.buffers) > 1 and following[0] not in ready:

@@ -30,7 +30,7 @@ class StepGradient:
         """Function to apply to each piece after it was read: pending scalings. None for gradients in memory."""
         self.pieces_left = pieces
         """Pieces not applied yet."""
-        self._arriving = None if offloaded is None else offloaded.copy_under_way
+        self._arriving = None if offloaded is None else offloaded.under_way
         self.order = 0 if offloaded is None or self._arriving is None else offloaded.order
         """0: it was there at the snapshot; else what is less for one that arrives earlier."""
 
@@ -93,12 +93,12 @@ def is_applied(grad: torch.Tensor) -> bool:
 def check_gradients(parameters: Iterable[ShardedParameter], *, may_arrive: bool = False) -> None:
     """Wait for all gradients to reach their tier; raise before any update if a transfer failed.
 
-    `may_arrive`: those that are copied to host memory on one rank may still be on their way.
+    `may_arrive`: those that are copied to host memory on one rank, or changed there, may still be on their way.
     """
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, ShardedGradient) and grad.offloaded is not None:
-            if may_arrive and grad.offloaded.copy_under_way is not None:
+            if may_arrive and grad.offloaded.under_way is not None:
                 continue
             try:
                 grad.offloaded.wait_written()

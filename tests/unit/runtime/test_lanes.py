@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from zinf_compile.runtime.lanes.lanes import InlineLane, ThreadLane
+from zinf_compile.runtime.lanes.lanes import ArrivalLane, InlineLane, Job, ThreadLane
 from zinf_compile.runtime.system.accelerator import numbered, on_this_device
 
 
@@ -98,3 +99,49 @@ def test_another_thread_begins_with_the_device_of_the_one_that_made_it() -> None
     with patch.object(torch, "accelerator", accelerator):
         run()
     assert chosen == [2, -1]
+
+
+def test_what_waits_for_copies_is_done_in_the_order_in_which_they_arrive() -> None:
+    """Submitted in any order; what waits for more comes behind all that was submitted before it."""
+    lane, done = ArrivalLane("zinf-test", most=100), list[str]()
+    copies = {number: threading.Event() for number in (1, 2, 3, 4)}
+
+    def submit(number: int, name: str) -> Job:
+        copy = copies[number]
+
+        def run() -> None:
+            assert copy.is_set(), "the lane does nothing else until then"
+            done.append(name)
+
+        return lane.submit_behind(number, run, is_there=copy.is_set)
+
+    for number in (3, 1, 2):
+        submit(number, f"of {number}")
+        time.sleep(0.02)
+    last = lane.submit(lambda: done.append("behind all"))
+    behind = submit(4, "of 4")
+    copies[1].set()
+    copies[4].set()
+    again = submit(2, "of 2 again")
+    copies[2].set()
+    again.wait()
+    assert done == ["of 1", "of 2", "of 2 again"]
+    assert not last.is_over()
+    copies[3].set()
+    behind.wait()
+    lane.close()
+    assert done == ["of 1", "of 2", "of 2 again", "of 3", "behind all", "of 4"]
+
+
+def test_an_arrival_lane_forgives() -> None:
+    lane = ArrivalLane("zinf-test", most=100)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    failed = lane.submit_behind(1, fail, is_there=lambda: True)
+    done = lane.submit_behind(2, lambda: None, is_there=lambda: True)
+    done.wait()
+    with pytest.raises(ValueError, match="no"):
+        failed.wait()
+    lane.close()
