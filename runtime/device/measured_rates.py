@@ -42,13 +42,14 @@ def measure_rates(device: torch.device) -> DeviceRates:
     def wait() -> None:
         torch.accelerator.synchronize(device)
 
-    to_device, to_host = _copy_rates(device, wait)
-    flops = {name: _product_rate(device, getattr(torch, name), wait) for name in TYPES}
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):  # the caller may be about to compute otherwise
+        to_device, to_host = _copy_rates(device, wait)
+        flops = {name: _product_rate(device, getattr(torch, name), wait) for name in TYPES}
     return DeviceRates(to_device=to_device, to_host=to_host, flops=flops)
 
 
 def _copy_rates(device: torch.device, wait: Callable[[], None]) -> tuple[float, float]:
-    host = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
+    host = torch.ones(COPIED, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty(COPIED, dtype=torch.uint8, device=device)
     to_device = COPIED / fastest(lambda: there.copy_(host, non_blocking=True), wait)
     to_host = COPIED / fastest(lambda: host.copy_(there, non_blocking=True), wait)

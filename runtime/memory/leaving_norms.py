@@ -110,7 +110,10 @@ class LeavingNorms:
                     rows.setdefault(dtype, []).append((norms, unit, shard))
         found = []
         for dtype, own in rows.items():
-            values = own[0][2].new_empty(len(own), dtype=dtype)  # one piece of memory for all
+            try:
+                values = own[0][2].new_empty(len(own), dtype=dtype)  # one piece of memory for all
+            except torch.OutOfMemoryError:
+                continue
             found += [(*row, LeavingNorm(row[0].key, value)) for row, value in zip(own, values.unbind(), strict=True)]
         for _, _, shard, norm in found:
             self._by_shard[shard] = (*self.of(shard), norm)

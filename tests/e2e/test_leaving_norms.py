@@ -147,6 +147,28 @@ def test_other_norms_and_the_operator_for_many(kind: float, tmp_path: Path, answ
             run.step()
 
 
+@pytest.mark.parametrize("given", [(2, torch.float64), (float("inf"),)])
+def test_a_type_that_is_given_is_that_of_the_norm(given: tuple[Any, ...], tmp_path: Path, answers: list[bool]) -> None:
+    """Of gradients in bf16, by the operator for many and for one."""
+    with on("host"):
+        run = Clipped("host", tmp_path)
+        run.model.to(torch.bfloat16)
+        found = []
+        for number in range(2):
+            run.backward(0)
+            grads = [p.grad for p in run.model.parameters()]
+            answers.clear()
+            many = torch._foreach_norm(grads, *given)
+            one = [torch.linalg.vector_norm(grad, given[0], dtype=torch.float32) for grad in grads]  # type: ignore[arg-type]
+            assert all(answers) == (number > 0)
+            found.append([*many, *one])
+            run.optimizer.zero_grad()
+    assert found[0][0].dtype == (torch.float64 if len(given) > 1 else torch.bfloat16)
+    for before, after in zip(*found, strict=True):
+        assert before.dtype == after.dtype
+        assert torch.equal(before, after)
+
+
 @pytest.mark.parametrize("place", ["host", "drive"])
 def test_a_gradient_that_was_changed_is_read(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a second backward, or by hand."""

@@ -17,9 +17,11 @@ from .gradient import ShardedGradient
 def of_operator(func: Callable[..., Any], rest: Sequence[Any], kwargs: Mapping[str, Any], *, foreach: bool = False) -> Norms:
     """Return the norms that an operator takes of whole gradients on one rank, with its further arguments."""
 
+    given = next((each for each in (*rest, *kwargs.values()) if isinstance(each, torch.dtype)), None)
+
     def dtype_of(unit: Any, kept: torch.dtype) -> torch.dtype | None:
         cast = torch.promote_types(unit.dtype, kept) != kept or kept.is_complex
-        return None if cast or isinstance(unit, Tile) else kwargs.get("dtype") or kept
+        return None if cast or isinstance(unit, Tile) else given or kept
 
     def take(unit: Any, shard: torch.Tensor, out: torch.Tensor) -> None:
         value = unit.logical(shard)
