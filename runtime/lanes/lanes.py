@@ -20,8 +20,9 @@ from .wait_times import WorkerWaits, work_for
 MOST_UNDER_WAY = 4
 """Transfers of one lane that may hold their buffers at a time; the next one waits for the oldest."""
 
-POLL_S = 0.001
-"""Seconds after which a lane looks again whether a copy has arrived."""
+POLL_S, PATIENCE_S = 0.001, 0.02
+"""Seconds after which a lane looks again whether a copy has arrived; and for which it leaves room for one that arrives earlier to
+be named, before it waits for this one alone."""
 
 _CPU = torch.device("cpu")
 
@@ -248,27 +249,31 @@ class ArrivalLane(ThreadLane):
     wait for others of this lane, and comes behind everything that was submitted before.
     """
 
-    _last = 0
-    """The largest number of a copy so far."""
-
     def __init__(self, name: str, *, most: int, device: torch.device = _CPU) -> None:
-        self._queued: list[tuple[int, int, Job, Callable[[], bool]]] = []
+        self._queued: list[tuple[int, int, Job, Callable[[], bool] | None]] = []
+        """By the numbers of copies and the order of submission; None for what waits for more."""
         self._serial = itertools.count()
+        self._last = 0
+        """The largest number of a copy so far."""
+        self._behind_all = 0
+        """How many wait for more than copies: somebody waits for these, perhaps."""
+        self._submitted_at = 0.0
         super().__init__(name, most=most, forgiving=True, device=device)
 
     def submit_behind(self, copy: int, transfer: Callable[[], None], *, is_there: Callable[[], bool]) -> Job:
         """Queue what waits for a copy and for others of smaller numbers, in which order they arrive; `is_there`: they have."""
-        self._last = max(self._last, copy)
         return self._queue(transfer, (), None, partial(self._put, copy, is_there))
 
     def submit(
         self, transfer: Callable[[], None], *, after: Sequence[Pending] = (), ended: Callable[[], None] | None = None
     ) -> Job:
         """Queue `transfer` behind everything submitted before."""
-        return self._queue(transfer, after, ended, partial(self._put, None, lambda: True))
+        return self._queue(transfer, after, ended, partial(self._put, 0, None))
 
-    def _put(self, copy: int | None, is_there: Callable[[], bool], job: Job) -> None:
-        heapq.heappush(self._queued, (self._last if copy is None else copy, next(self._serial), job, is_there))
+    def _put(self, copy: int, is_there: Callable[[], bool] | None, job: Job) -> None:
+        self._last, self._submitted_at = max(self._last, copy), time.monotonic()
+        self._behind_all += is_there is None
+        heapq.heappush(self._queued, (copy or self._last, next(self._serial), job, is_there))
         self._jobs.put(job)
 
     def _take(self) -> Job | None:
@@ -276,9 +281,13 @@ class ArrivalLane(ThreadLane):
             return None
         while True:
             with self._lock:
-                if self._queued[0][3]():
-                    return heapq.heappop(self._queued)[2]
-            time.sleep(POLL_S)  # one whose copy comes earlier may be submitted meanwhile
+                *_, job, is_there = self._queued[0]
+                waited = time.monotonic() - self._submitted_at >= PATIENCE_S
+                if is_there is None or self._behind_all or waited or is_there():
+                    heapq.heappop(self._queued)
+                    self._behind_all -= is_there is None
+                    return job
+            time.sleep(POLL_S)
 
 
 class InlineLane:

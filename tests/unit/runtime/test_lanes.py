@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from zinf_compile.runtime.lanes import lanes
 from zinf_compile.runtime.lanes.lanes import ArrivalLane, InlineLane, Job, ThreadLane
 from zinf_compile.runtime.system.accelerator import numbered, on_this_device
 
@@ -110,27 +110,40 @@ def test_what_waits_for_copies_is_done_in_the_order_in_which_they_arrive() -> No
         copy = copies[number]
 
         def run() -> None:
-            assert copy.is_set(), "the lane does nothing else until then"
+            assert copy.wait(20.0), "it never arrives"
             done.append(name)
 
         return lane.submit_behind(number, run, is_there=copy.is_set)
 
-    for number in (3, 1, 2):
-        submit(number, f"of {number}")
-        time.sleep(0.02)
-    last = lane.submit(lambda: done.append("behind all"))
-    behind = submit(4, "of 4")
-    copies[1].set()
-    copies[4].set()
-    again = submit(2, "of 2 again")
-    copies[2].set()
-    again.wait()
-    assert done == ["of 1", "of 2", "of 2 again"]
-    assert not last.is_over()
-    copies[3].set()
-    behind.wait()
+    with patch.object(lanes, "PATIENCE_S", 20.0):  # however slow this machine is
+        for number in (3, 1, 2):
+            submit(number, f"of {number}")
+        copies[1].set()
+        again = submit(2, "of 2 again")
+        copies[2].set()
+        again.wait()
+        assert done == ["of 1", "of 2", "of 2 again"]
+        last = lane.submit(lambda: done.append("behind all"))
+        copies[4].set()
+        behind = submit(4, "of 4")
+        assert not last.is_over()
+        copies[3].set()
+        behind.wait()
     lane.close()
     assert done == ["of 1", "of 2", "of 2 again", "of 3", "behind all", "of 4"]
+
+
+def test_a_copy_that_arrives_only_once_it_is_waited_for_is_waited_for() -> None:
+    """As on a device whose work nobody does before: by itself after a while, and at once where somebody waits for the lane."""
+    for patience, waits in ((0.0, False), (20.0, True)):
+        lane, done = ArrivalLane("zinf-test", most=100), list[str]()
+        with patch.object(lanes, "PATIENCE_S", patience):
+            one = lane.submit_behind(1, lambda done=done: done.append("one"), is_there=lambda: False)  # type: ignore[misc]
+            if waits:
+                lane.submit(lambda: None).wait()
+            one.wait()
+        lane.close()
+        assert done == ["one"]
 
 
 def test_an_arrival_lane_forgives() -> None:
