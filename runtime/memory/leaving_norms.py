@@ -17,6 +17,8 @@ from zinf_compile.runtime.lanes.lanes import Pending
 
 MOST = 4
 """Questions that are remembered."""
+TOGETHER = 64
+"""Norms in one piece of memory: a device gives out no less than 512 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,8 @@ class LeavingNorms:
         self._asked: dict[Hashable, Norms] = {}
         """For which somebody has asked since the last step."""
         self._by_shard = WeakTensorKeyDictionary()
+        self._places: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        """Memory for the next norms."""
 
     @property
     def are_wanted(self) -> bool:
@@ -100,24 +104,34 @@ class LeavingNorms:
     def end_step(self) -> None:
         """Take no more of those for which nobody has asked since the last step."""
         self._wanted, self._asked = self._asked, {}
+        self._places.clear()
 
     def begin(self, leaving: Sequence[tuple[Leaving, torch.Tensor]]) -> Taking | None:
         """Make ready to take the norms of shards that are about to leave; None where nothing is to be taken."""
-        rows: dict[torch.dtype, list[tuple[Norms, Leaving, torch.Tensor]]] = {}
+        found = []
         for norms in list(self._wanted.values()):
             for unit, shard in leaving:
-                if (dtype := norms.dtype_of(unit, shard.dtype)) is not None:
-                    rows.setdefault(dtype, []).append((norms, unit, shard))
-        found = []
-        for dtype, own in rows.items():
-            try:
-                values = own[0][2].new_empty(len(own), dtype=dtype)  # one piece of memory for all
-            except torch.OutOfMemoryError:
-                continue
-            found += [(*row, LeavingNorm(row[0].key, value)) for row, value in zip(own, values.unbind(), strict=True)]
-        for _, _, shard, norm in found:
-            self._by_shard[shard] = (*self.of(shard), norm)
+                dtype = norms.dtype_of(unit, shard.dtype)
+                value = None if dtype is None else self._place(shard, dtype)
+                if value is not None:
+                    norm = LeavingNorm(norms.key, value)
+                    found.append((norms, unit, shard, norm))
+                    self._by_shard[shard] = (*self.of(shard), norm)
         return Taking(found) if found else None
+
+    def _place(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory for a norm, on the device of a shard, in one piece with that for others; None where there is none."""
+        key = shard.device, dtype
+        left = self._places.pop(key, None)
+        if not left:
+            try:
+                left = list(shard.new_empty(TOGETHER, dtype=dtype).unbind())
+            except torch.OutOfMemoryError:
+                return None
+        value = left.pop()
+        if left:  # else all of it goes with the norms
+            self._places[key] = left
+        return value
 
     def of(self, shard: torch.Tensor) -> tuple[LeavingNorm, ...]:
         """Return the norms of a shard that leaves now."""

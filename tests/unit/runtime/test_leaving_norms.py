@@ -83,3 +83,15 @@ def test_without_memory_there_is_none_and_other_errors_are_raised(error: type[Ex
             taken(of, shard)
     else:
         assert taken(of, shard) == {}
+
+
+def test_norms_of_many_shards_take_few_pieces_of_memory() -> None:
+    """Which go with them, or with the step."""
+    of, shards = LeavingNorms(), [torch.ones(4) for _ in range(leaving_norms.TOGETHER + 1)]
+    of.want(norms("a"))
+    for shard in shards:
+        assert taken(of, shard) == {"a": 2.0}
+    values = [norm.value for shard in shards for norm in of.of(shard)]
+    assert len({value.untyped_storage().data_ptr() for value in values if value is not None}) == 2
+    of.end_step()
+    assert of._places == {}
