@@ -44,7 +44,8 @@ def measure_rates(device: torch.device) -> DeviceRates:
 
     with torch.no_grad(), torch.autocast(device.type, enabled=False):  # the caller may be about to compute otherwise
         to_device, to_host = _copy_rates(device, wait)
-        flops = {name: _product_rate(device, getattr(torch, name), wait) for name in TYPES}
+        rates = {name: _product_rate(device, getattr(torch, name), wait) for name in TYPES}
+    flops = {name: rate for name, rate in rates.items() if rate}
     return DeviceRates(to_device=to_device, to_host=to_host, flops=flops)
 
 
@@ -57,10 +58,16 @@ def _copy_rates(device: torch.device, wait: Callable[[], None]) -> tuple[float, 
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype, wait: Callable[[], None]) -> float:
+    """Return the operations per second of products in a type; 0 where the device has none in it."""
     # of random numbers: products of zeros draw less power, and are faster
     one, other = (torch.rand(WIDTH, WIDTH, device=device, generator=_generator(device)).to(dtype) for _ in range(2))
     out = torch.empty_like(one)
-    return REACHED * 2 * WIDTH**3 / fastest(lambda: torch.mm(one, other, out=out), wait)
+    try:
+        return REACHED * 2 * WIDTH**3 / fastest(lambda: torch.mm(one, other, out=out), wait)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return 0.0
 
 
 def _generator(device: torch.device) -> torch.Generator:

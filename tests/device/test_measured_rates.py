@@ -28,3 +28,17 @@ def test_measuring_leaves_neither_memory_nor_random_numbers_behind(monkeypatch: 
 
 def test_a_device_of_another_kind_is_not_measured() -> None:
     assert not any(rates_of(LATE).row())
+
+
+def test_a_type_that_the_device_cannot_multiply_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = torch.mm
+
+    def mm(one: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        if one.dtype == torch.bfloat16:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return multiply(one, other, out=out)
+
+    monkeypatch.setattr(measured_rates, "WIDTH", 16)
+    monkeypatch.setattr(measured_rates, "COPIED", 1 << 12)
+    monkeypatch.setattr(torch, "mm", mm)
+    assert measure_rates(LATE).flops.keys() == {"float32", "float16"}
