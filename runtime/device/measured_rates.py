@@ -75,14 +75,18 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)
 
 
-def fastest(run: Callable[[], object], wait: Callable[[], None]) -> float:
-    """Return the seconds of the fastest of some runs, the first of which doesn't count; `wait` returns when one is over."""
+def fastest(run: Callable[[], object], wait: Callable[[], None], *, runs: int = RUNS, seconds: float = 0.0) -> float:
+    """Return the seconds of the fastest of so many runs, or of more as far as they fit in `seconds`; one before doesn't count.
+
+    `wait` returns when one is over.
+    """
     run()
     wait()
-    found = []
-    for _ in range(RUNS):
+    found, ends = list[float](), time.perf_counter() + seconds
+    while True:
         start = time.perf_counter()
         run()
         wait()
-        found.append(time.perf_counter() - start)
-    return max(min(found), 1e-9)
+        found.append((now := time.perf_counter()) - start)
+        if len(found) >= runs and now >= ends:
+            return max(min(found), 1e-9)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -52,16 +52,10 @@ class LeavingNorm:
         return self.value
 
 
-class Leaving(Protocol):
-    """A unit or a tile whose gradient is reduced."""
-
-    device: torch.device
-
-
 class Taking:
     """Norms of some shards, which are taken as soon as these are reduced."""
 
-    def __init__(self, rows: Sequence[tuple[Norms, Leaving, torch.Tensor, LeavingNorm]]) -> None:
+    def __init__(self, rows: Sequence[tuple[Norms, object, torch.Tensor, LeavingNorm]]) -> None:
         self._rows, self._norms = list(rows), [norm for *_, norm in rows]
 
     def take(self) -> None:
@@ -106,8 +100,8 @@ class LeavingNorms:
         self._wanted, self._asked = self._asked, {}
         self._places.clear()
 
-    def begin(self, leaving: Sequence[tuple[Leaving, torch.Tensor]]) -> Taking | None:
-        """Make ready to take the norms of shards that are about to leave; None where nothing is to be taken."""
+    def begin(self, leaving: Sequence[tuple[object, torch.Tensor]]) -> Taking | None:
+        """Make ready to take the norms of units' or tiles' shards that are about to leave; None where none is taken."""
         found = []
         for norms in list(self._wanted.values()):
             for unit, shard in leaving:

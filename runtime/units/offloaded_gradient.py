@@ -60,10 +60,6 @@ class OffloadedGradient:
         found = [value for norm in of_parts if norm is not None and (value := norm.get()) is not None]
         return found if len(found) == len(self.norms) else None
 
-    def forget_norms(self) -> None:
-        """Let go of them: a step applies the gradient, behind which nobody asks."""
-        self.norms = ()
-
     def arrive(self, pending: Pending) -> None:
         """Note the transfer to the shard's backing."""
         self._arriving, self._is_changing, self.order = pending, False, next(_orders)

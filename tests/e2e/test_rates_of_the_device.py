@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from capped_blocks import VALUE, WORDS, Run, keep_all, least, same
+from capped_blocks import VALUE, WORDS, Run, keep_all, least, machine, same
 
 import zinf_compile
-from zinf_compile.plan.profile import Profile
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 
 
@@ -29,16 +28,6 @@ def test_over_a_slow_link_values_are_made_again_and_over_a_fast_one_they_move(tm
         run, found = decided(options, rate)
         assert found[taken] > 0 == found[other]
         assert same(run, expected)
-    fast = Profile(
-        name="fast",
-        device_memory_bytes=1 << 34,
-        flops_per_second={"float32": 2e11},
-        reached=1.0,
-        device_bytes_per_second=2e10,
-        to_device_bytes_per_second=1e12,
-        from_device_bytes_per_second=1e12,
-    )
-    file = tmp_path / "machine.json"
-    file.write_text(fast.to_json())
+    file = machine(tmp_path / "machine.json", link=1e12)
     _, found = decided({**options, "machine": str(file)}, 1e7)
     assert found["host"] > 0 == found["recompute"], "a profile says all"

@@ -147,8 +147,8 @@ def same(run: Run, other: Run | Kept) -> bool:
     return run.losses == other.losses and all(map(torch.equal, run.values, other.values))
 
 
-def machine(file: Path, *, drive: float) -> Path:
-    """Write the profile of a machine whose drive moves so many bytes per second."""
+def machine(file: Path, *, drive: float = 1e9, link: float = 0.0) -> Path:
+    """Write the profile of a machine whose drive, and `link` to a device with its own memory, move so many bytes per second."""
     rate = Rate(read_bytes_per_second=drive, write_bytes_per_second=drive)
     profile = Profile(
         name="a machine",
@@ -156,7 +156,9 @@ def machine(file: Path, *, drive: float) -> Path:
         flops_per_second={"float32": 2e11},
         reached=1.0,
         device_bytes_per_second=2e10,
-        host_is_device=True,
+        host_is_device=not link,
+        to_device_bytes_per_second=link,
+        from_device_bytes_per_second=link,
         drive=Drive(rates=(rate,)),
     )
     file.write_text(profile.to_json())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import time
 from collections.abc import Callable
 
 import torch
 
 from zinf_compile.errors import PlanError
 from zinf_compile.plan.profile import Drive, Profile, Rate
+from zinf_compile.runtime.device.measured_rates import fastest
 from zinf_compile.runtime.system.accelerator import device_names, free_and_total_bytes
 from zinf_compile.runtime.system.cgroups import find_limits, memory_limit_bytes
 from zinf_compile.runtime.system.filesystem import look_up
@@ -91,16 +91,7 @@ def _copies(source: torch.device, end: torch.device) -> float:
 def _times(run: Callable[[], object], device: torch.device, *, seconds: float = SECONDS) -> float:
     """Return how often something would run in a second: by the fastest of as many runs as fit in `seconds`, at least one."""
     wait = (lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device))
-    run()
-    wait()
-    best, ends = float("inf"), time.perf_counter() + seconds
-    while True:
-        start = time.perf_counter()
-        run()
-        wait()
-        best = min(best, (now := time.perf_counter()) - start)
-        if now >= ends:
-            return 1 / best
+    return 1 / fastest(run, wait, runs=1, seconds=seconds)
 
 
 def _host_bytes() -> int:

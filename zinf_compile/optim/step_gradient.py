@@ -32,7 +32,7 @@ class StepGradient:
         """Pieces not applied yet."""
         self._arriving = None if offloaded is None else offloaded.under_way
         if offloaded is not None:
-            offloaded.forget_norms()
+            offloaded.norms = ()  # behind a step nobody asks for them
         self.order = 0 if offloaded is None or self._arriving is None else offloaded.order
         """0: it was there at the snapshot; else what is less for one that arrives earlier."""
 
