@@ -13,6 +13,7 @@ from tiers import Meter, Traffic, compiled, context_of, options_for
 from torch import nn
 from training import assert_same
 
+from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.storage.extent_store import Store
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -59,7 +60,7 @@ def test_a_model_of_four_times_what_the_device_may_hold(
     frozen: bool, mode: Any, fake: bool, compute: str, tmp_path: Path
 ) -> None:
     """It never holds more, each forward reads each weight once, and the numbers are those of a model in memory."""
-    model = stack().requires_grad_(not frozen)
+    model, other = stack().requires_grad_(not frozen), stack()
     device = SimulatedDevice() if fake else None
     meter, moved = Meter(device), []
     away = ("nvme", "device", "device") if frozen else ("nvme",) * 3
@@ -67,10 +68,19 @@ def test_a_model_of_four_times_what_the_device_may_hold(
     with mode(), simulating(device) if device else contextlib.nullcontext():
         found = forwards(compiled(model, options), lambda: moved.append(meter.read(model)))
         assert 0 < context_of(model).memory.ledger.total()[1] <= CAP
-        expected = forwards(stack() if compute == "fx" else compiled(stack(), {"compute": compute}))
+        expected = forwards(other if compute == "fx" else compiled(other, {"compute": compute}))
     for number in range(2):
         assert_same(f"output {number}", expected[number], found[number])
     assert moved[1] == Traffic(read=WHOLE, to_device=WHOLE if fake else 0)
+
+
+def test_a_model_made_in_inference_mode_stays_whole(tmp_path: Path) -> None:
+    """PyTorch refuses what would take its memory from it, in words that say nothing of it."""
+    with torch.inference_mode():
+        model = stack()
+        with pytest.raises(UnsupportedModelError, match=r"layers.0.weight, .* made in torch.inference_mode\(\).*no_grad"):
+            compiled(model, options_for(("nvme", "device", "device"), tmp_path))(torch.ones(1, WIDTH))
+        assert_same("output", forwards(stack())[0], forwards(model.forward)[0])
 
 
 used: list[int] = []

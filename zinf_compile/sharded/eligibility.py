@@ -31,6 +31,11 @@ def problem_of(parameter: torch.Tensor, slot: ParameterSlot, *, with_values: boo
             f"is a {kind}; accepted: torch.nn.Parameter. DTensor means that fully_shard or tensor parallelism was applied: this "
             "backend partitions by itself: remove the wrapper"
         )
+    if parameter.is_inference():
+        return (
+            "was made in torch.inference_mode(), and PyTorch lets nobody replace such a tensor's memory; make the model in "
+            "torch.no_grad(): it may be called in inference mode then"
+        )
     if parameter.device.type == "meta" and with_values:
         return (
             "is on the meta device and has no values; call model.to_empty(device=...) and initialise or load it first, or "
