@@ -202,7 +202,7 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
     losses: list[float] = []
     for step in range(steps):
-        losses += train_step(model, optimizer, step, rank)
+        losses += train_step(model, optimizer, step, rank, arrived=needed is not None and needed.by_arrival)
         moved = meter.read(model)
         if needed is not None:
             due = needed.micro_batches(MICRO_BATCHES) + needed.step(first=step == 0)

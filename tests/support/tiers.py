@@ -122,8 +122,10 @@ def let_steps_end() -> None:
             record.deferred.pending.wait()
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0) -> list[float]:
-    """Accumulate, clip, update; return the losses. Waits for a device at its end only."""
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0, *, arrived: bool = False
+) -> list[float]:
+    """Accumulate, clip, update, once all gradients have `arrived`; return the losses. Else waits for a device at its end only."""
     losses = []
     device = next(model.parameters()).device
     for micro in range(MICRO_BATCHES):
@@ -131,6 +133,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, ra
         loss.backward()
         losses.append(loss.detach())
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    if arrived:
+        let_arrive(model)
     optimizer.step()
     optimizer.zero_grad()
     return [loss.item() for loss in losses]
@@ -214,6 +218,8 @@ class Needed:
         self.count = STATES + master
         self.norms_on_device = norms_on_device
         """As on an accelerator: gradients come from the host and from drives for their norms, and factors go to the host."""
+        self.by_arrival = self.states == "nvme" and self.grads == "host" and ranks == 1
+        """Chunks are updated in the order in which gradients arrive, which decides on those that are still in memory."""
         model = sundry()
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         self.valid = {name: min(-(-n // ranks), max(0, n - rank * -(-n // ranks))) for name, n in sizes.items()}
