@@ -14,7 +14,8 @@ from torch import nn
 from zinf_compile._torch import fake_mode
 from zinf_compile.cli.main import main, schedule_hash
 from zinf_compile.cli.models import Llama
-from zinf_compile.cli.trace import load_target, pass_names, trace
+from zinf_compile.cli.target import load_target
+from zinf_compile.cli.trace import pass_names, trace
 from zinf_compile.config import Config
 from zinf_compile.passes import joint_passes
 

@@ -26,7 +26,8 @@ from ranks import run_ranks
 from zinf_compile._torch import captured_name
 from zinf_compile.cli.dump_error import DumpError
 from zinf_compile.cli.main import main, schedule_hash
-from zinf_compile.cli.trace import Scheduled, load_target, trace
+from zinf_compile.cli.target import load_target
+from zinf_compile.cli.trace import Scheduled, trace
 from zinf_compile.errors import BudgetError, OptionError
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import SwapIn, SwapOut
@@ -236,16 +237,41 @@ def test_no_weight_is_allocated(gpt2_small: Dumped) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gpt2-smal", "accepted: MODULE:FUNCTION, or one of mlp, gpt2-small"),
-        ("no_such_module:f", "can't import 'no_such_module'"),
-        ("./dump_targets.py:mlp", r"'\./dump_targets\.py' is no module's name; accepted: as in package\.module:function"),
-        ("dump_targets:nothing", "module 'dump_targets' has no 'nothing'"),
+        ("gpt2-smal", "accepted: MODULE:FUNCTION, FILE.py:FUNCTION, or one of mlp, gpt2-small"),
+        ("no_such_module:f", "importing no_such_module raised ModuleNotFoundError: No module named 'no_such_module'"),
+        ("./no_such_file.py:f", "importing ./no_such_file.py raised FileNotFoundError"),
+        (".dump_targets:mlp", r"'\.dump_targets' is no module's name; accepted: as in package\.module:function, or file\.py:"),
+        ("dump_targets:nothing", "dump_targets has no 'nothing'"),
         ("dump_targets:NOT_A_FUNCTION", "is a int; accepted: a function"),
     ],
 )
 def test_unknown_targets_are_named(spec: str, message: str) -> None:
     with pytest.raises(DumpError, match=message):
         load_target(spec)
+
+
+@pytest.mark.parametrize("machine", ["h100", "here"])
+def test_the_critical_path_takes_seconds_on_a_machine(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", "dump_targets:mlp", "--world", "2", "--machine", machine]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (head,), (last,) = [[line for line in lines if line.startswith(name)] for name in ("graph ", "all ")]
+    assert head.endswith("critical path s")
+    assert float(last.split()[-1]) > 0
+
+
+def test_a_target_may_be_in_a_file_beside_its_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "widths_of_it.py").write_text("WIDTH = 24\n")
+    (tmp_path / "its_script.py").write_text(
+        "from __future__ import annotations\nimport dataclasses, torch\nfrom widths_of_it import WIDTH\n"
+        "@dataclasses.dataclass\nclass Shape:\n    width: int = WIDTH\n"
+        "def build():\n    return torch.nn.Linear(Shape().width, 3), torch.zeros(2, WIDTH)\n"
+    )
+    model, _ = load_target(f"{tmp_path / 'its_script.py'}:build")()
+    assert model.in_features == 24
+    (tmp_path / "its_bug.py").write_text("import torch\ntorch.no_such_thing\n")
+    with pytest.raises(DumpError, match=r"importing .*its_bug.py raised AttributeError: .*no_such_thing.*its_bug.py:2"):
+        load_target(f"{tmp_path / 'its_bug.py'}:build")
 
 
 def test_a_model_of_which_nothing_is_compiled_is_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:

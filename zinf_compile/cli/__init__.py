@@ -22,6 +22,7 @@ selftest_training — Checks of the GPU self-test that train: a small GPT, whose
 selftest_transfers — Checks of the GPU self-test that only copy: host memory that is locked, the link's speed, and copies
     beside compute.
 step_on_paper — The problem of a target's step, traced on fake tensors; the deepest models with few of their blocks.
+target — Finds the model that a command line names.
 timed_transfers — Seconds of transfers and regions on a machine's profile.
 trace — Traces a model on fake tensors and returns its scheduled graphs, without allocating a weight.
 trace_step — Graphs of a step with gathers just in time, from fake tensors: what problems of steps are made of.

@@ -26,8 +26,9 @@ from .colors import colored
 from .dump_error import DumpError
 from .models import TARGETS
 from .output_files import print_output
+from .target import NAMED, load_target
 from .timed_transfers import time_transfers
-from .trace import DEVICES, Scheduled, load_target, nothing_compiled, pass_names, trace
+from .trace import DEVICES, Scheduled, nothing_compiled, pass_names, trace
 
 _LINKS = {
     "gathered": "gathered",
@@ -240,9 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Trace a model on fake tensors (no weight is allocated) and print its graphs: a line for each transfer, "
         "one for the compute between two, and blocks of equal structure once; then a table of the bytes that they move and hold.",
     )
-    dumping.add_argument(
-        "target", metavar="TARGET", help=f"MODULE:FUNCTION, returning (model, example inputs); or {', '.join(TARGETS)}"
-    )
+    dumping.add_argument("target", metavar="TARGET", help=f"{NAMED}, returning (model, example inputs); or {', '.join(TARGETS)}")
     dumping.add_argument("--options", metavar="JSON", help="the options of torch.compile, as JSON")
     dumping.add_argument("--graph", choices=["forward", "backward", "both"], default="both", help="default: both")
     dumping.add_argument("--format", choices=["text", "dot", "json"], default="text", help="default: text")
@@ -260,7 +259,9 @@ def _parser() -> argparse.ArgumentParser:
         help="show the schedule for a device that is host memory (cpu, the default) or has memory of its own (cuda); "
         "needs none, and the operators shown stay the CPU's",
     )
-    dumping.add_argument("--machine", metavar="NAME", help="give the critical path in seconds, too: as of `zinf plan`")
+    dumping.add_argument(
+        "--machine", metavar="NAME", help="a profile, as of `zinf plan`, or `here`: gives the critical path in seconds, too"
+    )
     dumping.set_defaults(run=dump)
     plan.add_parser(commands)
     doctor.add_parser(commands)

@@ -10,13 +10,16 @@ from collections.abc import Callable
 import torch
 
 from zinf_compile.errors import PlanError
-from zinf_compile.plan.profile import Drive, Profile, Rate
+from zinf_compile.plan.profile import Drive, Profile, Rate, find_profile
 from zinf_compile.runtime.device.measured_rates import fastest
 from zinf_compile.runtime.system.accelerator import device_names, free_and_total_bytes
 from zinf_compile.runtime.system.cgroups import find_limits, memory_limit_bytes
 from zinf_compile.runtime.system.filesystem import look_up
 
 from . import bench_io
+
+HERE = "here"
+"""The name of this machine, for commands that take a profile."""
 
 NARROWEST, WIDEST = 256, 2048
 """Rows and columns of the products that are measured on the CPU; four times as many on an accelerator."""
@@ -25,6 +28,11 @@ SECONDS = 0.5
 """For which each rate is measured."""
 DRIVE_SECONDS = 5.0
 DRIVE_BYTES = 2 << 30
+
+
+def profile_named(machine: str) -> Profile:
+    """Return what a command's `--machine` names: this machine, measured now without its drive, or what `find_profile` finds."""
+    return measure_machine(machine) if machine == HERE else find_profile(machine)
 
 
 def measure_machine(name: str, *, nvme: str | None = None) -> Profile:

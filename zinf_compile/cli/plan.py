@@ -30,19 +30,18 @@ from zinf_compile.plan.planners import PLANNERS
 from zinf_compile.plan.planners.just_in_time import just_in_time
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import KEEP, Allowed
-from zinf_compile.plan.profile import Profile, find_profile, shipped
+from zinf_compile.plan.profile import Profile, shipped
 from zinf_compile.plan.simulate import Timeline, simulate
 from zinf_compile.plan.table import homes_table, in_seconds, rounded_up, summary_line
 from zinf_compile.plan.verify import check
 
 from .dump_error import DumpError
-from .measure_machine import measure_machine
+from .measure_machine import HERE, profile_named
 from .models import DEEP, TARGETS
 from .output_files import check_file, write_file
 from .plan_explained import explained
 from .step_on_paper import Blocks, paper_step
-
-HERE = "here"
+from .target import NAMED
 
 MOST = 1_000_000
 """Ranks, and what else is counted."""
@@ -71,7 +70,7 @@ def add_parser(commands: Any) -> None:
         description="Trace a model on fake tensors, plan a step on a machine's profile, and print who lives where, the predicted "
         "step beside a bound that no plan can beat, and what sets it; where it does not fit, budgets that do.",
     )
-    parser.add_argument("target", metavar="TARGET", help=f"MODULE:FUNCTION, as for `zinf dump`; or {', '.join(TARGETS)}")
+    parser.add_argument("target", metavar="TARGET", help=f"{NAMED}, as for `zinf dump`; or {', '.join(TARGETS)}")
     parser.add_argument("--machine", metavar="NAME", required=True, help=f"{', '.join(shipped())}; {HERE}; or a profile's file")
     parser.add_argument("--world", metavar="N", type=count, default=1, help="as one of N ranks (default 1)")
     parser.add_argument("--device-memory", metavar="BYTES", type=_sizes, help="of a rank; several, with commas, side by side")
@@ -101,7 +100,7 @@ def run(options: argparse.Namespace) -> str:
     for file in (options.perfetto, options.html):
         if file is not None:
             check_file(file)
-    profile = measure_machine(options.machine) if options.machine == HERE else find_profile(options.machine)
+    profile = profile_named(options.machine)
     given = _options(options.options)
     host = options.host_memory or profile.host_memory_bytes or None
     devices = options.device_memory or [profile.device_memory_bytes]

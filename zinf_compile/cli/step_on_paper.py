@@ -15,7 +15,8 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.stretch import count_blocks, stretch
 
 from .models import DEEP
-from .trace import Target, load_target, nothing_compiled
+from .target import Target, load_target
+from .trace import nothing_compiled
 from .trace_step import trace_step
 
 TRACED = 6

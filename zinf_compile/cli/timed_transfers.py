@@ -9,15 +9,15 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.transfer_graph import COMPUTE, add_seconds
 from zinf_compile.plan.on_paper import place
 from zinf_compile.plan.problem_parts import Link
-from zinf_compile.plan.profile import find_profile
 
 from .dump_error import DumpError
+from .measure_machine import profile_named
 from .trace import Scheduled
 
 
 def time_transfers(found: Sequence[Scheduled], machine: str, *, world: int) -> None:
     """Give the nodes of each graph's transfers their seconds on a machine, with one drive where the schedule needs one."""
-    profile = find_profile(machine)
+    profile = profile_named(machine)
     lanes = {facts["lane"] for each in found for _, facts in each.transfers.nodes.items()}
     drives = int(bool(lanes & {READ, WRITE}))
     links = place(profile, world=world, device_memory=0, host_memory=None, drives=drives).links

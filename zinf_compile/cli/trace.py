@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,9 +51,7 @@ from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.caps import find_caps
 
 from .dump_error import DumpError, raised_by
-from .models import TARGETS
-
-Target = Callable[[], tuple[nn.Module, Any]]
+from .target import Target
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,39 +87,6 @@ def nothing_compiled(target: str) -> DumpError:
         f"target {target!r}: nothing of the model was compiled. Dynamo left its forward to eager code, or it has no parameters; "
         "TORCH_LOGS=graph_breaks names the places"
     )
-
-
-def load_target(spec: str) -> Target:
-    """Find a built-in target by name, or `MODULE:FUNCTION`; FUNCTION returns (model, example inputs)."""
-    if spec in TARGETS:
-        return TARGETS[spec]
-    module_name, colon, function_name = spec.partition(":")
-    if not colon or not module_name or not function_name:
-        raise DumpError(f"target {spec!r} is not known; accepted: MODULE:FUNCTION, or one of {', '.join(TARGETS)}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: the user's module may be in the current folder
-    try:
-        target = getattr(importlib.import_module(module_name), function_name)
-    except ImportError as error:
-        raise DumpError(f"target {spec!r}: can't import {module_name!r} ({error})") from error
-    except TypeError as error:
-        if not module_name.startswith("."):
-            raise  # the module's own
-        raise DumpError(
-            f"target {spec!r}: {module_name!r} is no module's name; accepted: as in package.module:function"
-        ) from error
-    except AttributeError as error:
-        raise DumpError(f"target {spec!r}: module {module_name!r} has no {function_name!r}") from error
-    if not callable(target):
-        raise DumpError(f"target {spec!r} is a {type(target).__name__}; accepted: a function that returns (model, inputs)")
-    try:
-        inspect.signature(target).bind()
-    except TypeError as error:
-        raise DumpError(f"target {spec!r} takes arguments ({error}); accepted: a function that is called without any") from None
-    except ValueError:  # of no known signature
-        pass
-    found: Target = target
-    return found
 
 
 DEVICES = ("cpu", "cuda")

@@ -13,7 +13,8 @@ from zinf_compile.ir.program import NOTHING, Program
 from zinf_compile.passes import region_passes, run_passes
 from zinf_compile.passes.analysis.step_problem import Pair
 
-from .trace import Recorder, Target, run_on_fakes
+from .target import Target
+from .trace import Recorder, run_on_fakes
 
 
 def trace_step(
