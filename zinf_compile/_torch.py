@@ -230,10 +230,12 @@ def inside_dynamo() -> bool:
     return CompileContext.current_compile_id() is not None
 
 
-def is_first_variant() -> bool:
-    """Return whether this is the function's first compilation by Dynamo, rather than a recompilation."""
+def compile_numbers() -> tuple[int, int] | None:
+    """Return the number of the function that Dynamo compiles, and how often it was compiled before; None: it compiles none."""
     compile_id = CompileContext.current_compile_id()
-    return compile_id is not None and compile_id.frame_compile_id == 0
+    if compile_id is None or compile_id.frame_id is None or compile_id.frame_compile_id is None:
+        return None
+    return compile_id.frame_id, compile_id.frame_compile_id
 
 
 def inside_transform() -> bool:

@@ -8,6 +8,7 @@ budgets_by_tiles — Budgets of one captured graph under other caps: those whose
 capture — Reads a Dynamo graph's inputs: slots for parameters, names for buffers, errors for models that can't be
     partitioned.
 choices — Choices that all ranks make alike, once per parameter, from sizes that they exchange; later graphs reuse them.
+compiled_together — Whether all ranks compile a graph at the same point.
 decide_memory — Decides where everything of one captured graph lives: states of its parameters, and values that it saves.
 double_backward — Rejects double backward, which AOTAutograd doesn't support for compiled graphs, with an error that says
     what to do.

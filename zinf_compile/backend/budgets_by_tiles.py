@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
-from zinf_compile._torch import is_first_variant
 from zinf_compile.config import Config
 from zinf_compile.ir.compute_shape import piece_of
 from zinf_compile.ir.tiers import Tier
@@ -39,17 +38,19 @@ class BudgetsByTiles:
         measure: Measure,
         *,
         shards: int | None,
+        together: bool,
     ) -> None:
         """`config`, `captured` and `budget`: of the graph as it was compiled. `measure` traces it with others.
 
-        `shards`: the elements of a rank's shards, from which pieces follow as well; None where these are given.
+        `shards`: the elements of a rank's shards, from which pieces follow as well; None where these are given. `together`:
+        all ranks compile it at the same point.
         """
         follows = shards is not None and config.shape().piece_numel == piece_of(shards, config.device_bytes)
         self._shards = shards if follows else None  # else parameters were partitioned with another piece
         self._config, self._captured, self._inputs, self._context = config, captured, inputs, context
         self._measure, self._unseen = measure, bool(budget.unseen)
         self._known: dict[Hashable, GraphBudget] = {}
-        alone = context.size == 1 or not is_first_variant()
+        alone = context.size == 1 or not together
         if alone and budget.works(Tier.DEVICE) > budget.device_cap:
             self._known[self._key(config, captured)] = budget
 

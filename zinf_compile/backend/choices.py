@@ -41,7 +41,7 @@ class Choices:
     def __init__(
         self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context, placements: Placements, *, first: bool
     ) -> None:
-        """`first`: all ranks compile this graph, since it is the function's first; recompilations may be of one rank alone."""
+        """`first`: all ranks compile this graph, as a function's first one; a further one may be that of one rank alone."""
         self._slots, self._inputs, self._context, self._placements = slots, inputs, context, placements
         self._chosen: dict[tuple[str, int], bool] = {}
         """Keyed by kind and `ParameterSlot.index`."""

@@ -10,7 +10,7 @@ from typing import Any
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
 
-from zinf_compile._torch import aot_autograd, aot_settings, is_first_variant
+from zinf_compile._torch import aot_autograd, aot_settings
 from zinf_compile.config import Config
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import NOTHING, ParameterSlot, Program
@@ -43,6 +43,7 @@ from .bind import Binder
 from .budgets_by_tiles import BudgetsByTiles
 from .capture import Captured, cut_into_tiles, explaining_empty_inputs, log_tiles, mark_inputs, read_inputs, tell_of_tiles
 from .choices import Choices
+from .compiled_together import compiled_together
 from .decide_memory import Cut, MemoryDecision, decide_memory
 from .double_backward import reject_double_backward
 from .home_planner import HomePlanner
@@ -78,6 +79,8 @@ class GraphCompiler:
     def __init__(self, config: Config, *, given: Sequence[str] = (), stops: bool = False) -> None:
         self._given = given
         """Names of the options that the user set."""
+        self.together = False
+        """Whether all ranks compile the graph at the same point."""
         self._stops = stops
         """Whether to raise `NothingMovesError` once that is decided."""
         self.number = len(_numbers)
@@ -116,6 +119,7 @@ class GraphCompiler:
         group, signature = config.resolve_group(), config.signature()
         context = context_for(group, captured.device, timeout_s=config.timeout_s, signature=signature)
         with context.ranks.telling():
+            self.together = compiled_together(captured.slots.values(), example_inputs, signature)
             follows = follows_cap(asked, self._given, example_inputs)
             compiled = self._compile(gm, example_inputs, captured, context, asked, tiles_follow=follows)
             if isinstance(compiled, Config):
@@ -151,10 +155,10 @@ class GraphCompiler:
         self.config = with_piece(self.config, example_inputs, numel)
         self.placements = self.place(slots, example_inputs)
         if is_open(self.config, self.topology) and len(self.placements.own) < len(slots):
-            together = is_first_variant()
+            together = self.together
             self.homes = HomePlanner(self.config, slots, example_inputs, self.placements, context, together=together)
         likely = self.placements if self.homes is None else self.homes.likely()
-        self._choices = Choices(slots, example_inputs, context, likely, first=is_first_variant())
+        self._choices = Choices(slots, example_inputs, context, likely, first=self.together)
         log_tiles(slots, self.number)
         self.shape = self.config.shape()
         self._losses = Losses(self.shape, self._choices, ranks=context.size)
@@ -177,9 +181,11 @@ class GraphCompiler:
             return _Measurer(config).measure(gm, example_inputs, captured, context, like=self)
 
         shards = None if asked.has_piece else numel
-        by_tiles = BudgetsByTiles(self.config, captured, example_inputs, context, self._budget, measure, shards=shards)
+        by_tiles = BudgetsByTiles(
+            self.config, captured, example_inputs, context, self._budget, measure, shards=shards, together=self.together
+        )
         alone, measures = context.size == 1, by_tiles if tiles_follow else None
-        cuts = (alone or is_first_variant()) and may_cut(example_inputs, alone=alone)
+        cuts = (alone or self.together) and may_cut(example_inputs, alone=alone)
         if (smaller := self._budget.check(measure=measures, may_cut=cuts)) is not None:
             reservations.tiles_of = smaller
             del context.plans[plans:]
@@ -187,7 +193,7 @@ class GraphCompiler:
         if self.partitions and not self.topology.host_apart:
             return_large_blocks(self._budget.caps.device)
         self._regions.compile(rank=context.rank, ranks=context.size)
-        if self._binder is not None and is_first_variant():
+        if self._binder is not None and self.together:
             self._binder.partition_ahead(example_inputs)
         self._choices.keep()
         return compiled
@@ -235,7 +241,7 @@ class GraphCompiler:
         """Return the graph's memory budget under the caps."""
         warn_of_caps(self.config, context.device)
         agree_on_device(context)
-        budget = GraphBudget(self.config, slots, inputs, context, self.placements, together=is_first_variant())
+        budget = GraphBudget(self.config, slots, inputs, context, self.placements, together=self.together)
         declared = (self.config.device_memory, budget.caps.device), (self.config.host_memory, budget.caps.host)
         device, host = (None if asked is None else cap for asked, cap in declared)
         context.memory.reservations.declare(device=device, host=host)
@@ -249,7 +255,7 @@ class GraphCompiler:
             rates=Rates.of(context.device.type, self.config.machine_name(), context.rates),
             world_size=context.size,
             ranks=context.ranks,
-            together=is_first_variant(),
+            together=self.together,
             replanner=replanner_of(context),
         )
 
@@ -285,7 +291,7 @@ class GraphCompiler:
 
     def _decide_memory(self, cut: Cut) -> None:
         assert self._budget is not None, "a graph's caps are known before it is traced"
-        self.decided = decide_memory(cut, self.config, self._budget, self.homes, together=is_first_variant())
+        self.decided = decide_memory(cut, self.config, self._budget, self.homes, together=self.together)
         self.placements = self.decided.placements
         if self._stops and self.homes is not None and self.homes.all_near:
             raise NothingMovesError
@@ -367,7 +373,7 @@ class _Measurer(GraphCompiler):
     ) -> GraphBudget:
         """Return the budget of the graph that `like` compiles, with this configuration."""
         slots, self.topology = list(captured.slots.values()), like.topology
-        self._losses = like._losses
+        self._losses, self.together = like._losses, like.together
         self._bucket = self.shape.bucket_of(slots)
         self.placements, self.homes = self.place(slots, inputs), like.homes
         self._budget = GraphBudget(self.config, slots, inputs, context, self.placements, measuring=True)
