@@ -100,6 +100,33 @@ def test_rules_that_a_few_steps_on_few_elements_do_not_show(name: str) -> None:
     assert_same_models(eager, ours)
 
 
+def test_a_rule_for_matrices_is_refused_before_a_large_one_is_tried() -> None:
+    """An SVD of as many rows as a flat piece of the large matrix has takes minutes, and gigabytes, in Shampoo."""
+    stepped: list[int] = []
+
+    def preconditions(_: Any, __: Any, state: dict[str, Any], p: Any) -> torch.Tensor:
+        stepped.append(p.numel())
+        state["rows"] = state.get("rows", 0) + p.grad.flatten(1) @ p.grad.flatten(1).t() if p.dim() > 1 else p.grad.outer(p.grad)
+        return p.grad
+
+    _, ours = twins(TiedWords)
+    ours.compile(backend=BACKEND)
+    refused(ours, Rule(ours.parameters(), preconditions), r"its state 'rows', shape \[4, 4\], isn't one number for each element")
+    assert max(stepped) == 64
+
+
+def test_a_power_that_rounds_otherwise_behind_full_vectors_is_a_rule_for_elements() -> None:
+    """As MADGRAD's cube root: it was refused where vectors are of 16 elements, as 24 have half of one left."""
+
+    def cube_root(_: Any, __: Any, state: dict[str, Any], p: Any) -> torch.Tensor:
+        state["squares"] = state.get("squares", torch.zeros_like(p)).addcmul_(p.grad, p.grad)
+        return p.grad / state["squares"].pow(1 / 3).add_(1e-6)
+
+    _, ours = twins(TiedWords)
+    ours.compile(backend=BACKEND)
+    plain_step(ours, Rule(ours.parameters(), cube_root), tokens(0))
+
+
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "Prodigy"])
 def test_optimizers_of_pypi_are_refused_by_name(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():

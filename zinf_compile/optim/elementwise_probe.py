@@ -34,6 +34,10 @@ from .record import record_of
 _SCALES = (1.0, 30.0, 0.03)
 """Scales of the gradients tried; one of them triggers rules that clip by a norm."""
 
+_SMALL, _SMALL_CUT = (4, 16), 32
+"""Of the small matrix tried, and the position of the cut: kernels round what is left behind their last full vectors in another
+way, such as a power, and both pieces are whole ones of 32 elements."""
+
 _LARGE, _LARGE_CUT = 128, 5000
 """Sides of the large matrix tried: optimizers that quantise states do so from 4,096 elements on. And the position of the cut."""
 
@@ -67,7 +71,7 @@ class _Verdict:
 def check_elementwise(optimizer: Optimizer, unit: Unit | ParameterSlot) -> None:
     """Raise `UnsupportedOptimizerError` unless the optimizer works on shards.
 
-    Each optimizer is tried once per set of flags on a 6 x 8 tensor: three steps on the whole must equal, bitwise in float32,
+    Each optimizer is tried once per set of flags on a 4 x 16 tensor: three steps on the whole must equal, bitwise in float32,
     three steps on two independent flat pieces, as the shards of two ranks are. Further steps, some with step counters far ahead,
     a step on a large matrix, and every number among the states must be equal but for rounding.
     """
@@ -123,11 +127,14 @@ def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> 
     settings = {**settings, **_visible_rate(settings)}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            problem = None if _of_pytorch(optimizer) else _try_large(optimizer, settings, dtype)
-            if problem is None and dtype not in _EXACT:
+            problem: str | None = None
+            if dtype not in _EXACT:
                 with contextlib.suppress(Exception):  # a rule for narrow types alone
                     problem = _try_small(optimizer, settings, torch.float32).problem
-            return _Verdict(problem, {}) if problem is not None else _try_small(optimizer, settings, dtype)
+            verdict = _try_small(optimizer, settings, dtype) if problem is None else _Verdict(problem, {})
+            if verdict.problem is None and not _of_pytorch(optimizer):  # last: what decomposes a matrix takes minutes there
+                problem = _try_large(optimizer, settings, dtype)
+            return verdict if problem is None else _Verdict(problem, {})
         except TensorSubclassStateError as error:
             return _Verdict(str(error), {})
         except Exception as error:
@@ -141,10 +148,8 @@ def _try_large(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtyp
     value, grad = (torch.randn(_LARGE, _LARGE, generator=generator).to(dtype) for _ in range(2))
     whole = Trial(optimizer, settings, value)
     whole.step(grad)
-    for name, state in whole.states.items():
-        check_kind(name, state)
-        if isinstance(state, torch.Tensor) and state.numel() not in (0, 1, value.numel()):
-            return f"its state {name!r}, shape {list(state.shape)}, isn't one number for each element"
+    if (problem := _other_shape(whole, value)) is not None:
+        return problem
     pieces = (slice(0, _LARGE_CUT), slice(_LARGE_CUT, value.numel()))
     parts = [Trial(optimizer, settings, value.view(-1)[piece]) for piece in pieces]
     for part, piece in zip(parts, pieces, strict=True):
@@ -152,11 +157,20 @@ def _try_large(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtyp
     return _DIFFERENT if differ_clearly(whole.value, torch.cat([part.value for part in parts])) else None
 
 
+def _other_shape(whole: Trial, value: torch.Tensor) -> str | None:
+    """Return what is wrong with a state that isn't one number, nor one for each element."""
+    for name, state in whole.states.items():
+        check_kind(name, state)
+        if isinstance(state, torch.Tensor) and state.numel() not in (0, 1, value.numel()):
+            return f"its state {name!r}, shape {list(state.shape)}, isn't one number for each element"
+    return None
+
+
 def _try_small(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> _Verdict:
     generator = torch.Generator().manual_seed(0)
-    value = torch.randn(6, 8, generator=generator).to(dtype)
-    grads = [(torch.randn(6, 8, generator=generator) * scale).to(dtype) for scale in _SCALES]
-    pieces = (slice(0, 24), slice(24, 48))
+    value = torch.randn(_SMALL, generator=generator).to(dtype)
+    grads = [(torch.randn(_SMALL, generator=generator) * scale).to(dtype) for scale in _SCALES]
+    pieces = (slice(0, _SMALL_CUT), slice(_SMALL_CUT, value.numel()))
     whole = Trial(optimizer, settings, value)
     parts = [Trial(optimizer, settings, value.view(-1)[piece]) for piece in pieces]
     taken: list[tuple[int, torch.Tensor]] = []
@@ -174,6 +188,8 @@ def _try_small(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtyp
 
     for grad in grads:
         step(grad)
+        if not _of_pytorch(optimizer) and (odd := _other_shape(whole, value)) is not None:
+            return verdict(odd)
     together = torch.cat([part.value for part in parts])
     exact, own = dtype in _EXACT, not _of_pytorch(optimizer)
     if (exact and not torch.equal(whole.value, together)) or (own and differ_clearly(whole.value, together)):
