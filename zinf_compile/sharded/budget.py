@@ -39,7 +39,7 @@ from .parameter import ShardedParameter, unit_of
 from .planned_parameters import PlannedParameters
 from .short_ranks import least_of_ranks
 from .shortage import Need, advice, gradient_bytes, reserved_by_others
-from .training_to_come import backward_to_come, gradients_to_come
+from .training_to_come import backward_to_come, chunk_to_come, gradients_to_come
 from .unplanned import is_unplanned, planned
 
 
@@ -54,9 +54,8 @@ class _Side(NamedTuple):
 class GraphBudget:
     """The caps as one captured graph meets them; `limits` decides how far its gathers and reads run ahead.
 
-    Forward and backward are both planned before `check` speaks: the smallest cap that it names is that of both. `caps` are by
-    default this process's. While `measuring` nothing is reserved: the graph is not going to run. `together`: all ranks plan
-    for it at the same point, exchange meanwhile what each has room for, and refuse it together.
+    Forward and backward are both planned before `check` speaks: the smallest cap that it names is that of both. `caps`: those of
+    this process. While `measuring` nothing is reserved, as it won't run. `together`: all ranks plan for it at the same point.
     """
 
     def __init__(
@@ -140,6 +139,7 @@ class GraphBudget:
         self.model = model_memory(self.counted, placements, size=self._size, topology=topology, held=held, moved=moved)
         """Memory of the parameters that these graphs use, without what an earlier graph has planned for."""
         self.model = self.planned.with_chunks(self.model, self.counted, placements)
+        self._chunk = chunk_to_come(self.model, self.counted, placements)
         if self._saves_on_drives:
             self.model = dataclasses.replace(self.model, staging=max(self.model.staging, BLOCK_BYTES))
         self.later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
@@ -232,7 +232,7 @@ class GraphBudget:
         next_inflight = math.ceil(transient.widening * next_inflight)
         if not self._for_all:
             device, host = self._beside_all(transient)
-        spare = Sides(device.spare, host.spare)
+        spare = Sides(*(max(0, side.spare - chunk) for side, chunk in zip((device, host), self._chunk, strict=True)))
         ahead, first = max(next_inflight, wanted), wanted > 0 and self._size == 1 and self._topology.host_apart
         plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=ahead, gathers_first=first)
         if context.size > 1:
