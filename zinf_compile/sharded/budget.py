@@ -139,7 +139,6 @@ class GraphBudget:
         self.model = model_memory(self.counted, placements, size=self._size, topology=topology, held=held, moved=moved)
         """Memory of the parameters that these graphs use, without what an earlier graph has planned for."""
         self.model = self.planned.with_chunks(self.model, self.counted, placements)
-        self._chunk = chunk_to_come(self.model, self.counted, placements)
         if self._saves_on_drives:
             self.model = dataclasses.replace(self.model, staging=max(self.model.staging, BLOCK_BYTES))
         self.later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
@@ -232,7 +231,8 @@ class GraphBudget:
         next_inflight = math.ceil(transient.widening * next_inflight)
         if not self._for_all:
             device, host = self._beside_all(transient)
-        spare = Sides(*(max(0, side.spare - chunk) for side, chunk in zip((device, host), self._chunk, strict=True)))
+        chunk = chunk_to_come(model, self.counted, self.placements)
+        spare = Sides(max(0, device.spare - chunk.device), max(0, host.spare - chunk.host))
         ahead, first = max(next_inflight, wanted), wanted > 0 and self._size == 1 and self._topology.host_apart
         plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=ahead, gathers_first=first)
         if context.size > 1:
