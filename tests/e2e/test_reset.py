@@ -69,6 +69,10 @@ READS: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
     "load": lambda model, optimizer: zinf_compile.load_full_state_dict(model, Tied().state_dict()),
     "gathered": lambda model, optimizer: zinf_compile.gathered(model).__enter__(),
     "step": lambda model, optimizer: optimizer.step(),
+    "optimizer's state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "optimizer's load_state_dict": lambda model, optimizer: optimizer.load_state_dict(
+        torch.optim.AdamW(Tied().parameters()).state_dict()
+    ),
     "states": lambda model, optimizer: zinf_compile.full_optimizer_state_dict(optimizer),
     "stats": lambda model, optimizer: zinf_compile.stats(model),
     "copy": lambda model, optimizer: copy.deepcopy(model),

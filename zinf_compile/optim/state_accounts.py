@@ -60,7 +60,7 @@ def check_states_to_come(
 def account_states(optimizer: Optimizer) -> None:
     """Add this optimizer's states on this rank to the ledgers; chunk buffers are counted by `ChunkTransfers`."""
     held: dict[Ledger, int] = collections.defaultdict(int)
-    for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
+    for parameter in _partitioned_of(optimizer):
         context = parameter._zinf_unit.context
         for name, value in in_memory(states_of(optimizer, parameter)).items():
             if isinstance(value, torch.Tensor) and name != "step":
@@ -81,12 +81,24 @@ def account_states(optimizer: Optimizer) -> None:
 
 
 def drop_states() -> None:
-    """Remove the states of partitioned parameters from every optimizer, on all tiers."""
+    """Remove the states of partitioned parameters from every optimizer, on all tiers; it has none to save or load any more."""
     for optimizer, record in all_records():
         _release(record)
         take_last_step(optimizer)
-        for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
+        if partitioned := _partitioned_of(optimizer):
+            optimizer.register_state_dict_pre_hook(_refuse_closed)
+            optimizer.register_load_state_dict_pre_hook(_refuse_closed)
+        for parameter in partitioned:
             optimizer.state.pop(parameter, None)
+
+
+def _partitioned_of(optimizer: Optimizer) -> list[ShardedParameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+
+
+def _refuse_closed(optimizer: Optimizer, *given: object) -> None:
+    for parameter in _partitioned_of(optimizer):
+        _ = parameter._zinf_unit.context.ranks  # a context that was closed raises
 
 
 def forget_states(optimizer: Optimizer) -> None:
