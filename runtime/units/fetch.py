@@ -55,7 +55,7 @@ def fetch_to_host(unit: Unit) -> torch.Tensor:
         return with_own_storage(unit.resident)
     reserve(unit, context.memory.host_ledger)
     host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
-    move(unit.location(), on_host(host), by=route_of(context)).wait()
+    unit.reading(lambda: move(unit.location(), on_host(host), by=route_of(context)).wait())
     return host
 
 

@@ -105,6 +105,7 @@ class Updates(Generic[U]):
             self._spans.clear()
             self._arriving.clear()
             self.is_over = True
+            self._changed.notify_all()
 
     def read(self, unit: U, into: torch.Tensor, first: int = 0) -> Pending:
         """Start to fill `into`, in host memory, with the updated shard: from its backing, or as its spans are updated.
@@ -180,6 +181,11 @@ class Updates(Generic[U]):
         with self._lock:
             self._wait_for(lambda: unit not in self._left if unit is not None else not self._left)
 
+    def settle_all(self) -> None:
+        """Wait until the step has failed, or all that it has updated is where it lives; see `settle`."""
+        with self._lock:
+            self._wait_for(lambda: self.is_over or self._failure is not None)
+
     def units(self) -> list[U]:
         """Return the units that are to be updated."""
         with self._lock:
@@ -206,6 +212,7 @@ class Updates(Generic[U]):
         self._changed = threading.Condition(self._lock)
         if self._left:
             self.fail(failure)
+        self.is_over = self._failure is None
 
     def _wait_for(self, over: Callable[[], bool]) -> None:
         if not over() and compile_lock._is_owned():  # type: ignore[attr-defined]

@@ -166,7 +166,8 @@ class ParameterShard:
         self.unit.wait_updated()
         self.unit.check_whole()
         place = DeviceShard(self.unit, self.unit.shard) if backing is None else BackedShard(self.unit, backing, self.dtype)
-        return place.fetch(start, end)
+        fetch = self.unit.reading(lambda: place.fetch(start, end))
+        return lambda: self.unit.reading(fetch)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""

@@ -193,7 +193,7 @@ class Unit(DenseLayout, Placed, Updatable):
         host = self.resident
         if host is None:
             host = self.context.memory.staged_buffer(self.shard_numel, self.dtype)
-            move(self.location(), on_host(host), by=by).wait()
+            self.reading(lambda: move(self.location(), on_host(host), by=by).wait())
         if not link.topology.host_apart:
             return host
         shard = link.device_buffer(self.shard_numel, self.dtype, lasting=True)

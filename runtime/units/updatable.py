@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from zinf_compile.errors import StepFailedError
+from zinf_compile.errors import StepFailedError, StoreError
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
     from zinf_compile.runtime.lanes.lanes import Pending
 
     from .pending_updates import Updates
+
+T = TypeVar("T")
 
 
 class Updatable:
@@ -59,6 +61,14 @@ class Updatable:
         if (updates := self.unfinished) is not None:
             updates.settle(self)
 
+    def reading(self, read: Callable[[], T]) -> T:
+        """Return what `read` does, of the shard on a drive. Raises `StepFailedError` where a step could not write that."""
+        try:
+            return read()
+        except StoreError:
+            raise_failed_step([self])
+            raise
+
     def begin_replacing(self) -> None:
         """Call before all values are replaced: waits as `settle_update`, and a failed step no longer counts for them."""
         self.context.full_copies.drop(self)
@@ -85,3 +95,15 @@ class Updatable:
             if self.updates is not None:
                 self.updates.tell()
             raise StepFailedError(why)
+
+
+def raise_failed_step(units: Iterable[Updatable]) -> None:
+    """After a drive's error in reading some units: wait for the step that still updates them, and raise its error if it fails.
+
+    What it has written is read before it knows that the drive refused that: its own error names the cause, and what to load.
+    """
+    read = list(units)
+    for updates in dict.fromkeys(updates for unit in read if (updates := unit.unfinished) is not None):
+        updates.settle_all()
+    for unit in read:
+        unit.check_whole()

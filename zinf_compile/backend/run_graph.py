@@ -10,12 +10,14 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from zinf_compile._torch import inside_ddp
+from zinf_compile.errors import StepFailedError, StoreError
 from zinf_compile.ir.program import Program
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.memory.activations import storages_of
 from zinf_compile.runtime.memory.full_copies import HandedOn
 from zinf_compile.runtime.units.unit import Tile, Unit
+from zinf_compile.runtime.units.updatable import raise_failed_step
 from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.compute_budget import maker_of
 from zinf_compile.sharded.gradient import ShardedGradient
@@ -47,6 +49,7 @@ def runner(
     def run(args: list[Any]) -> list[Any]:
         if inside_ddp():  # wrapped after this graph was compiled
             raise wrapped_in(DistributedDataParallel)
+        units: Mapping[int, Unit | Tile] = {}
         try:
             if not takes:
                 context.full_copies.end_handed_on()
@@ -66,12 +69,24 @@ def runner(
                 )
             return returned
         except BaseException as error:
+            failed = _failed_step(units) if isinstance(error, StoreError) else None
             if (others := ranks()) is not None:
-                others.tell(error)
+                others.tell(failed or error)
+            if failed is not None:
+                raise failed from error
             raise
 
     run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
     return run
+
+
+def _failed_step(units: Mapping[int, Unit | Tile]) -> StepFailedError | None:
+    """Return the error of the step that could not write what a graph reads; None where no step of its units failed."""
+    try:
+        raise_failed_step([unit for unit in units.values() if isinstance(unit, Unit)])
+    except StepFailedError as error:
+        return error
+    return None
 
 
 def _found_by(program: Program, units: Mapping[int, Unit | Tile]) -> list[Unit | Tile]:

@@ -84,7 +84,8 @@ class UnitValues:
         shard = unit.shard if unit.backing is None else unit.resident
         if shard is None:
             shard = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
-            move(unit.location(), on_host(shard), by=route_of(context)).wait()
+            memory = on_host(shard)
+            unit.reading(lambda: move(unit.location(), memory, by=route_of(context)).wait())
         for own, whole in zip(*unit.split(shard, into), strict=True):
             part = own.to(unit.device)
             with filled_on(unit.device, whole, context) as full:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -17,7 +18,7 @@ from .elementwise_probe import check_pieces, states_kept
 from .lay_out_anew import lay_out_anew, outgrown
 from .offloaded_states import OffloadedStates
 from .precision import keep_precision, warn_of_rounding
-from .record import record_of
+from .record import State, record_of
 from .state_entry import in_memory
 from .state_exchange import drop_all, read_all
 from .state_layout import check_layouts
@@ -84,7 +85,10 @@ def drive_bytes(optimizer: Optimizer) -> int:
 @torch.no_grad()
 def _before_state_dict(optimizer: Optimizer) -> None:
     finish_deferred(optimizer)
-    known: list[OffloadedStates] = record_of(optimizer).offloaded or []
+    record = record_of(optimizer)
+    if record.state is State.INCOMPLETE:
+        raise StepFailedError(record.incomplete)
+    known: list[OffloadedStates] = record.offloaded or []
     try:
         for states in known:
             read_all(states.table, optimizer)

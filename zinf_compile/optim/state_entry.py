@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from zinf_compile.errors import StepFailedError
+from zinf_compile.errors import StepFailedError, StoreError
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .record import record_of
 from .state_copy import StateCopy
 
 if TYPE_CHECKING:
@@ -91,9 +92,14 @@ class StateEntry(LazyDict):
         optimizer = self._wait_for_step()
         if name in self.stored and optimizer is None:
             raise StepFailedError(f"state {name!r} of {self.parameter._zinf_unit.name} is gone with its optimizer")
-        if name in self.stored:
+        if name not in self.stored or optimizer is None:
+            return self.memory[name]
+        try:
             return self._read_copy(self, name)
-        return self.memory[name]
+        except StoreError as error:
+            if (why := record_of(optimizer).incomplete) is not None:
+                raise StepFailedError(why) from error
+            raise
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._wait_for_step()
