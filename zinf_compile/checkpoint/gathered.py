@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,7 +97,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> None:
     """Load what `full_state_dict` returned, or a plain `state_dict`; only rank 0's `state` is read.
 
-    A collective operation. All keys and shapes are checked before anything changes; every mismatch is named, on all ranks.
+    A collective operation. All keys and shapes are checked before anything changes; every mismatch is named, on all ranks. Of a
+    tied tensor one of its names is enough, as safetensors files have it.
     """
     model = plain(model)
     found = partitioned_parameters(model)
@@ -106,6 +107,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
     targets = state_names(model)
     if unit is None and targets and not state:
         raise UnsupportedModelError(f"the state doesn't fit the model; nothing was changed. {NOT_GIVEN}")
+    if first and isinstance(state, Mapping):
+        state = {**state, **{name: state[other] for name, other in tied_names(targets, state.keys()).items()}}
     problems = _mismatches(targets, state) if first else []
     _share_problems(unit, problems)
     done: set[int] = set()
@@ -256,6 +259,12 @@ def state_names(model: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 names[f"{prefix}.{name}" if prefix else name] = buffer
     return names
+
+
+def tied_names(targets: Mapping[str, torch.Tensor], stored: Collection[str]) -> dict[str, str]:
+    """Return the names of a model's tensors that are not stored, each with another name of the same tied tensor that is."""
+    found = {id(target): name for name, target in reversed(list(targets.items())) if name in stored}
+    return {name: found[id(target)] for name, target in targets.items() if name not in stored and id(target) in found}
 
 
 def _mismatches(targets: Mapping[str, torch.Tensor], state: Mapping[str, Any] | None) -> list[str]:

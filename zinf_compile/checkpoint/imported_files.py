@@ -20,6 +20,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .checkpoint_files import CheckpointFiles, LaterReading, Reading
 from .foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor
+from .gathered import tied_names
 from .intake import DType, Rename, plan_intake
 from .plain_values import encode
 from .rectangles import Rectangle
@@ -61,7 +62,10 @@ class ImportedFiles(CheckpointFiles):
             if dtype is None and found.masters and target is not None and target.is_floating_point() and _floats(wanted):
                 wanted = target.dtype
             self._add(f"model.{intake.names[name]}", tensor, wanted)
-        self.settings["aliases"] = {intake.names[alias]: intake.names[name] for alias, name in found.aliases.items()}
+        aliases = {intake.names[alias]: intake.names[name] for alias, name in found.aliases.items()}
+        given = {*aliases, *(intake.names[name] for name in stored)}
+        tied = {name: aliases.get(other, other) for name, other in tied_names(targets, given).items()}
+        self.settings["aliases"] = aliases | tied
         self.settings["extra"] = self._encoded(found.extra, "extra")
         of = [prefix for prefix, _ in optimizers] if len(optimizers) == len(found.optimizers) else []
         prefixes = of or [f"optimizer.{number}" for number in range(len(found.optimizers))]

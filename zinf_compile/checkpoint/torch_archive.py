@@ -136,7 +136,8 @@ class TorchArchive:
         except (*_DAMAGED, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error) as error:
             raise CheckpointError(
                 f"{self.path} is no file of torch.save, or was not written to its end ({error}). Fetch it again; one that a "
-                "PyTorch before 1.6 has written is loaded and saved again by a newer one"
+                "PyTorch before 1.6 has written is loaded and saved again by a newer one; what is in a file of safetensors, "
+                "zinf_compile.load_full_state_dict(model, safetensors.torch.load_file(file)) loads"
             ) from error
         self._members, self._prefix = names, prefix
         return read_pickle(text, self._known(), self._storage, str(self.path))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import zinf_compile
@@ -61,6 +62,34 @@ def test_a_state_dict_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
     with pytest.raises(CheckpointError, match="0 optimizers in the checkpoint, 1 given"):
         zinf_compile.load(tmp_path / "saved.pt", again, its)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.words.weight
+
+
+@pytest.mark.parametrize("names", [("words.weight",), ("head.weight",), ("words.weight", "head.weight")])
+def test_one_name_of_a_tied_weight_is_enough(names: tuple[str, ...], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved = {name: value for name, value in Tied().state_dict().items() if name in names}
+    torch.save(saved, tmp_path / "saved.pt")
+    for load in (
+        lambda model: zinf_compile.load(tmp_path / "saved.pt", model),
+        lambda model: zinf_compile.load_full_state_dict(model, saved),
+    ):
+        model = Tied()
+        load(model)
+        assert torch.equal(model.words.weight, saved[names[0]])
+        assert model.head.weight is model.words.weight
+
+
+def test_a_file_of_safetensors_says_what_loads_it(tmp_path: Path) -> None:
+    save_file({"words.weight": torch.ones(5, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no file of torch.save.*load_full_state_dict\(model, safetensors"):
+        zinf_compile.load(tmp_path / "model.safetensors", Tied())
 
 
 def test_objects_beside_are_left_out(tmp_path: Path) -> None:
