@@ -154,9 +154,10 @@ def _within(problem: StepProblem, stores: Sequence[Store], limit: int, *, begins
     held = 0
     for number, row in enumerate(stores):
         unit = problem.unit[row.name] if row.kind is Kind.GRAD else None
-        if unit is None or row.source != problem.device or unit.full_gradient_bytes or hops[row.kind, row.name, row.start] > 1:
+        if unit is None or row.source != problem.device or hops[row.kind, row.name, row.start] > 1:
             continue
-        while under_way and held + unit.gradient_bytes > limit:
+        taken = unit.full_gradient_bytes + unit.gradient_bytes  # the full one until it is reduced
+        while under_way and held + taken > limit:
             oldest, size = under_way.popleft()
             held -= size
             found[oldest] = dataclasses.replace(found[oldest], due=max(row.start, found[oldest].start))

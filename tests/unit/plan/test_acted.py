@@ -96,6 +96,22 @@ def test_compute_waits_for_gradients_where_more_would_be_under_way_at_once(in_fl
     ]
 
 
+@pytest.mark.parametrize("in_flight", [None, 800, 10**6])
+def test_reduced_gradients_leave_beside_compute_as_others_do(in_flight: int | None) -> None:
+    problem = training(1, BLOCKS, tiers=2, even=True, device=1.0, host=1.0, world=2)
+    one = problem.units[0]
+    assert (one.full_gradient_bytes, one.gradient_bytes) == (400, 200)
+    found = gradients_of(acted_plan(problem, (), just_in_time(problem).local.homes, in_flight=in_flight).local)
+    starts = [BLOCKS + 1 + block for block in range(BLOCKS)]
+    last = 2 * BLOCKS
+    dues = {
+        None: [start + 1 for start in starts[:-1]] + starts[-1:],
+        800: [starts[2], starts[3], last, last],  # the full one of the next, and its shard, beside one shard
+        10**6: [last] * BLOCKS,
+    }
+    assert [due for _, _, due in found] == dues[in_flight]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_next_step_begins_beside_the_last_gradients(world_size: int) -> None:
     problem = training(1, BLOCKS, tiers=2, even=True, device=1.0, host=1.0, world=world_size)
