@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.compute_shape import BUCKET_BYTES, LEAST_TILE, ComputeShape, default_tile, piece_of
-from zinf_compile.ir.file_digest import with_digest
+from zinf_compile.ir.file_digest import by_content
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
 from zinf_compile.ir.saved_memory import RECOMPUTE
@@ -247,7 +247,7 @@ class Config:
             + (f" reshard_after_forward={self.reshard_after_forward}" if self.reshard_after_forward != AUTO else "")
             + ("" if self.reshard_after_backward else " reshard_after_backward=False")
             + (f" reduce_grads={self.reduce_grads}" if self.reduce_grads != "backward" else "")
-            + (f" machine={with_digest(self.machine)}" if self.machine is not None else "")
+            + (f" machine={by_content(self.machine)}" if self.machine is not None else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self._pinned().items())}" if self.compute_shape else "")
         )

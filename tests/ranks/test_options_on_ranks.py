@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from marks import more
-from rank_options import device_of_each_rank, other_caps, other_machines
+from rank_options import device_of_each_rank, files_of_each_rank, other_caps, other_machines
 from ranks import run_ranks
 
 from zinf_compile.ir.device_rates import DeviceRates
@@ -30,8 +30,13 @@ def test_a_device_memory_of_each_rank_is_named_on_all(ranks: int) -> None:
 def test_a_machine_of_the_same_name_and_other_rates_is_named_on_all(ranks: int, tmp_path: Path) -> None:
     for kind, text, seconds in run_ranks(other_machines, ranks, str(tmp_path)):
         assert kind == "OptionError", text
-        assert "machine=machine.json of digest" in text, text
+        assert "machine=a file of digest" in text, text
         assert seconds < SOON_S
+
+
+def test_the_same_machine_may_be_a_file_of_another_name_on_each_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(files_of_each_rank, 2, str(tmp_path))
+    assert first == second
 
 
 @pytest.mark.parametrize("ranks", [2, more(3)])

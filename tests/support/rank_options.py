@@ -71,6 +71,15 @@ def other_machines(rank: int, size: int, folder: str) -> tuple[str, str, float]:
         os.chdir(before)
 
 
+def files_of_each_rank(rank: int, size: int, folder: str) -> float:
+    """Train with files of other names and the same content; return the norm of a gradient."""
+    path = Path(folder) / f"machine-{rank}.json"
+    path.write_text(find_profile(shipped()[0]).to_json())
+    zinf_compile.reset()
+    model = start({"machine": str(path), "device_memory": WORKS})
+    return float(next(iter(model.parameters())).grad.full_tensor().norm())  # type: ignore[union-attr, operator]
+
+
 def device_of_each_rank(rank: int, size: int, options: dict[str, Any]) -> tuple[DeviceRates | None, dict[str, int]]:
     """Train beside a device whose link is slower on later ranks; return the rates that ranks go by, and bytes saved by choice."""
     zinf_compile.reset()

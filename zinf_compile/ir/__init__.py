@@ -7,7 +7,7 @@ compute_ops — Operators of compute that PyTorch has none for, `zinf_compute::.
     know as they are.
 compute_shape — The sizes and modes that decide a model's bits, beside its own operators and the types of its states.
 device_rates — Rates of a device and of its link to host memory, as they were measured on it.
-file_digest — The name of a file that ranks must read alike, as they compare it: two nodes may have other files of one name.
+file_digest — A file that ranks must read alike, as they compare it: by its content, since nodes may have it under other names.
 formats — Formats of values where they are stored, sent and added up, and the bytes that these take.
 forward_compute — The compute of a forward as plain values: what it reads and makes, and what of it runs a second time.
 op_spec — Rows of the table of operators: the properties of a transfer operator, read by passes, analyses and the

@@ -1,4 +1,4 @@
-"""The name of a file that ranks must read alike, as they compare it: two nodes may have other files of one name."""
+"""A file that ranks must read alike, as they compare it: by its content, since nodes may have it under other names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from .program import digest_of
 
 
-def with_digest(name: str | os.PathLike[str]) -> str:
-    """Return the name with a digest of the file's content; the name alone where there is no such file."""
+def by_content(name: str | os.PathLike[str]) -> str:
+    """Return a digest of the file's content; the name where there is no such file."""
     path = Path(name)
-    return f"{os.fspath(name)} of digest {digest_of([path.read_bytes().hex()])}" if path.is_file() else os.fspath(name)
+    return f"a file of digest {digest_of([path.read_bytes().hex()])}" if path.is_file() else os.fspath(name)
