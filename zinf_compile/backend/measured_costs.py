@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from zinf_compile.plan.costs import LARGE_BYTES, Costs, LinkCost, link_cost
 from zinf_compile.plan.problem_parts import Link
@@ -71,6 +72,34 @@ def link_costs(records: Sequence[StepRecord], links: Sequence[Link]) -> dict[str
         known.sort(key=lambda cost: cost.latency_seconds + LARGE_BYTES / cost.bytes_per_second)
         if known:
             found[link.name] = known[len(known) // 2]
+    return found
+
+
+def collective_costs(
+    records: Sequence[StepRecord], links: Sequence[Link], exchange: Callable[[Sequence[float]], Sequence[Sequence[float]]]
+) -> dict[str, LinkCost]:
+    """Return the costs of links between ranks, equal on all: transfers there wait for the rank that comes last to each.
+
+    How long one takes is what the rank says for which that was shortest. A link is left out of which ranks have recorded other
+    numbers of transfers. `exchange` returns the values of each rank: a collective operation.
+    """
+    spans = {link.name: [span for record in records for span in record.of(link.name)] for link in links}
+    counts = exchange([float(len(each)) for each in spans.values()])
+    alike = [link for number, link in enumerate(links) if spans[link.name] and len({row[number] for row in counts}) == 1]
+    if not alike:
+        return {}
+    mine = [span for link in alike for span in spans[link.name]]
+    everyone = exchange([*(span.end - span.start for span in mine), *(float(span.bytes) for span in mine)])
+    seconds = [min(each) for each in zip(*everyone, strict=True)][: len(mine)]
+    moved = list(map(int, everyone[0][len(mine) :]))
+    found: dict[str, LinkCost] = {}
+    first = 0
+    for link in alike:
+        last = first + len(spans[link.name])
+        ends = list(itertools.accumulate(seconds[first:last]))
+        if (cost := link_cost(zip([0.0, *ends[:-1]], ends, moved[first:last], strict=True), link)) is not None:
+            found[link.name] = cost
+        first = last
     return found
 
 

@@ -29,7 +29,7 @@ from zinf_compile.runtime.lanes.step_recorder import StepRecord
 from zinf_compile.runtime.system.process_wide import process_wide
 
 from .kept_graphs import KeptGraph, Then
-from .measured_costs import costs_of, link_costs, region_seconds, update_seconds
+from .measured_costs import collective_costs, costs_of, link_costs, region_seconds, update_seconds
 from .replan_pairs import Change, change_of, pair_change, pairs_of
 
 FIRST, MEASURED, AGAIN = 2, 3, 200
@@ -101,7 +101,10 @@ class Replanner:
         return [kept for kept, there in zip(mine, everywhere, strict=True) if there and kept is not None]
 
     def _measure(self, graphs: Sequence[KeptGraph]) -> tuple[list[list[float]], dict[str, LinkCost], float] | None:
-        """Return seconds of the regions of each graph, costs of links, seconds of updates: the maxima of all ranks."""
+        """Return seconds of the regions of each graph, costs of links, seconds of updates: the maxima of all ranks.
+
+        Of links between ranks, what transfers took without the wait for the other ranks.
+        """
         by_region = region_seconds(self._records)
         links = _links(graphs)
         mine = link_costs(self._records, links)
@@ -122,7 +125,16 @@ class Replanner:
             pace, latency = most[at + 2 * number : at + 2 * number + 2]
             if pace:
                 known[link.name] = LinkCost(1 / pace, latency)
+        between = [link for link in links if None in (link.source, link.destination)]
+        if between:
+            known |= collective_costs(self._records, between, self._exchanged)
         return rows, known, most[-1]
+
+    def _exchanged(self, values: Sequence[float]) -> list[list[float]]:
+        found: list[list[float]] = self._context.ranks.exchange(
+            torch.tensor(values, dtype=torch.float64), what="measured costs of collectives"
+        ).tolist()
+        return found
 
     def _changes(self, graphs: Sequence[KeptGraph], problems: Sequence[StepProblem]) -> list[Change]:
         """Return what to plan otherwise, where that gains enough; on rank 0."""
