@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -107,8 +108,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
     targets = state_names(model)
     if unit is None and targets and not state:
         raise UnsupportedModelError(f"the state doesn't fit the model; nothing was changed. {NOT_GIVEN}")
-    if first and isinstance(state, Mapping):
-        state = {**state, **{name: state[other] for name, other in tied_names(targets, state.keys()).items()}}
+    if first and isinstance(state, Mapping) and (tied := tied_names(targets, state.keys())):
+        state = collections.ChainMap({name: state[other] for name, other in tied.items()}, state)  # type: ignore[arg-type]  # read only
     problems = _mismatches(targets, state) if first else []
     _share_problems(unit, problems)
     done: set[int] = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,33 @@ def test_one_name_of_a_tied_weight_is_enough(names: tuple[str, ...], tmp_path: P
         load(model)
         assert torch.equal(model.words.weight, saved[names[0]])
         assert model.head.weight is model.words.weight
+
+
+class ReadWhenAsked(Mapping[str, torch.Tensor]):
+    """A state dict whose values are made at each read; knows how many were alive at once."""
+
+    def __init__(self, like: dict[str, torch.Tensor]) -> None:
+        self.like, self.alive, self.most = like, weakref.WeakSet[torch.Tensor](), 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = torch.full_like(self.like[name], len(name))
+        self.alive.add(value)
+        self.most = max(self.most, len(self.alive))
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.like)
+
+    def __len__(self) -> int:
+        return len(self.like)
+
+
+def test_values_that_are_read_when_asked_for_are_not_all_read_at_once() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)), Tied())
+    state = ReadWhenAsked({name: value for name, value in model.state_dict().items() if name != "8.head.weight"})
+    zinf_compile.load_full_state_dict(model, state)
+    assert all((value == len(name)).all() for name, value in model.state_dict().items() if name != "8.head.weight")
+    assert state.most <= 3
 
 
 def test_a_file_of_safetensors_says_what_loads_it(tmp_path: Path) -> None:
