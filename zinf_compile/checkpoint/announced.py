@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 from zinf_compile.errors import CheckpointError
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.formats import format_of
+from zinf_compile.optim.closure_step import hollow_of
 from zinf_compile.optim.record import State, all_records
 from zinf_compile.optim.states_to_come import states_to_come
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.arguments import plain
-from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.unpartitioned import models_of
 
 from .accumulated_gradients import add_gradients
@@ -62,7 +62,7 @@ def rehearse(optimizer: Optimizer) -> None:
     Waits for a save under way, and raises its error. Raises what the save would raise, on all ranks, and `OSError` where there is
     too little space for all checkpoints that are kept and one more; nothing is updated then, and nothing is left in the folder.
     """
-    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    hollow = hollow_of(optimizer)
     first: dict[CheckpointFolder, Unit] = {}
     for unit in [p._zinf_unit for p in hollow]:
         if unit.checkpoint is not None:

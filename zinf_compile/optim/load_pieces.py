@@ -21,6 +21,7 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import MASTER, part_of
+from .closure_step import hollow_of
 from .deferred_step import finish_deferred
 from .elementwise_probe import states_kept
 from .offloaded_states import OffloadedStates
@@ -63,7 +64,7 @@ def prepare_states(optimizer: Optimizer, large: Mapping[Key, torch.dtype]) -> No
     Raises `BudgetError` naming the smallest cap that works, and `UnsupportedOptimizerError` for a state that is not kept there.
     """
     finish_deferred(optimizer, report=False)
-    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    hollow = hollow_of(optimizer)
     known = offloaded_states(optimizer, hollow)
     chunked = {p: kept for states in known for p, kept in states.kept.items()}
     for parameter, name in large:
@@ -93,7 +94,7 @@ def load_states(
     finish_deferred(optimizer, report=False)
     record = record_of(optimizer)
     record.mark_ended(f"loading the states of {type(optimizer).__name__} ended in its middle: load them again")
-    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    hollow = hollow_of(optimizer)
     known = offloaded_states(optimizer, hollow)
     for states in known:
         states.forget_step()

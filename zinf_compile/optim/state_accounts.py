@@ -60,7 +60,7 @@ def check_states_to_come(
 def account_states(optimizer: Optimizer) -> None:
     """Add this optimizer's states on this rank to the ledgers; chunk buffers are counted by `ChunkTransfers`."""
     held: dict[Ledger, int] = collections.defaultdict(int)
-    for parameter in _partitioned_of(optimizer):
+    for parameter in hollow_of(optimizer):
         context = parameter._zinf_unit.context
         for name, value in in_memory(states_of(optimizer, parameter)).items():
             if isinstance(value, torch.Tensor) and name != "step":
@@ -85,19 +85,15 @@ def drop_states() -> None:
     for optimizer, record in all_records():
         _release(record)
         take_last_step(optimizer)
-        if partitioned := _partitioned_of(optimizer):
+        if partitioned := hollow_of(optimizer):
             optimizer.register_state_dict_pre_hook(_refuse_closed)
             optimizer.register_load_state_dict_pre_hook(_refuse_closed)
         for parameter in partitioned:
             optimizer.state.pop(parameter, None)
 
 
-def _partitioned_of(optimizer: Optimizer) -> list[ShardedParameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-
-
 def _refuse_closed(optimizer: Optimizer, *given: object) -> None:
-    for parameter in _partitioned_of(optimizer):
+    for parameter in hollow_of(optimizer):
         _ = parameter._zinf_unit.context.ranks  # a context that was closed raises
 
 
