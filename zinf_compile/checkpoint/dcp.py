@@ -23,7 +23,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .dcp_tensor import DcpTensor, ShardRange
 from .fit import named_optimizers
-from .gathered import partitioned_parameters, state_names
+from .gathered import first_names, partitioned_parameters, state_names
 from .plain_values import decode, encode
 from .rectangles import Rectangle
 from .shard_parts import ShardPart, shard_parts, stretches_of
@@ -86,7 +86,7 @@ class _Optimizer:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._names = {id(tensor): name for name, tensor in reversed(list(state_names(model).items()))}
+        self._names = first_names(state_names(model))
         self._large: dict[Key, torch.dtype] = {}
         """States that are partitioned."""
         self._whole: dict[Key, torch.Tensor] = {}

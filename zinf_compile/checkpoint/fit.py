@@ -19,6 +19,7 @@ from zinf_compile.sharded.arguments import check_optimizer
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .checkpoint_files import CheckpointFiles
+from .gathered import first_names
 from .plain_values import decode
 
 
@@ -92,7 +93,7 @@ def fit(
     if problems:
         raise CheckpointError(f"{files.folder} doesn't fit; nothing was changed. {'; '.join(problems)}")
     aliases = files.settings.get("aliases", {})
-    first = {number: f"model.{aliases.get(name, name)}" for number, name in _first_names(targets).items()}
+    first = {number: f"model.{aliases.get(name, name)}" for number, name in first_names(targets).items()}
     found = [_optimizer(files, prefix, each, targets) for prefix, each in optimizers]
     extra = decode(files.settings.get("extra", {"dict": []}), "extra", SavedTensors(files))
     if not isinstance(extra, dict):
@@ -122,7 +123,7 @@ def _optimizer_problems(
     saved, problems = files.settings.get("optimizers", {}), []
     if optimizers and saved.keys() != dict(optimizers).keys():
         return [f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} given"]
-    first = _first_names(targets)
+    first = first_names(targets)
     for prefix, optimizer in optimizers:
         there, own = saved[prefix], type(optimizer).__name__
         if there["class"] != own:
@@ -142,7 +143,7 @@ def _optimizer_problems(
 def _optimizer(files: CheckpointFiles, prefix: str, optimizer: Optimizer, targets: Mapping[str, torch.Tensor]) -> SavedOptimizer:
     there, tensors = files.settings["optimizers"][prefix], SavedTensors(files)
     groups = [_decoded(saved["settings"], f"{prefix}.group.{n}", tensors, files) for n, saved in enumerate(there["groups"])]
-    first = _first_names(targets)
+    first = first_names(targets)
     parameters = {first[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     unknown = [name for name in there["states"] if name not in parameters]
     if unknown:
@@ -177,7 +178,3 @@ def _split(name: str, parameters: Mapping[str, torch.Tensor]) -> tuple[str, str]
     while end >= 0 and name[:end] not in parameters:
         end = name.find(".", end + 1)
     return (name[:end], name[end + 1 :]) if end >= 0 else (name, "")
-
-
-def _first_names(targets: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    return {id(tensor): name for name, tensor in reversed(list(targets.items()))}

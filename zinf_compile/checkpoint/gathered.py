@@ -262,9 +262,14 @@ def state_names(model: nn.Module) -> dict[str, torch.Tensor]:
     return names
 
 
+def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """Return the first name of each tensor, by its id."""
+    return {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+
+
 def tied_names(targets: Mapping[str, torch.Tensor], stored: Collection[str]) -> dict[str, str]:
     """Return the names of a model's tensors that are not stored, each with another name of the same tied tensor that is."""
-    found = {id(target): name for name, target in reversed(list(targets.items())) if name in stored}
+    found = first_names({name: target for name, target in targets.items() if name in stored})
     return {name: found[id(target)] for name, target in targets.items() if name not in stored and id(target) in found}
 
 

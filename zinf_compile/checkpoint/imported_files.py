@@ -20,7 +20,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .checkpoint_files import CheckpointFiles, LaterReading, Reading
 from .foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor
-from .gathered import tied_names
+from .gathered import first_names, tied_names
 from .intake import DType, Rename, plan_intake
 from .plain_values import encode
 from .rectangles import Rectangle
@@ -118,7 +118,7 @@ class ImportedFiles(CheckpointFiles):
     def _optimizer(
         self, prefix: str, optimizer: Optimizer, found: ForeignOptimizer, targets: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
-        first = {id(tensor): name for name, tensor in reversed(list(targets.items()))}
+        first = first_names(targets)
         mine = [[first.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         flat = [name for group in mine for name in group]
         names = dict(self._names)
