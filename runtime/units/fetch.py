@@ -17,7 +17,6 @@ from zinf_compile.runtime.memory.named_caps import name_cap
 from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.storage.mapped_file import map_copy
 from zinf_compile.runtime.system.process_wide import process_wide
-from zinf_compile.runtime.transfer.move import move, on_host, route_of
 
 from .unit import Unit
 
@@ -54,9 +53,7 @@ def fetch_to_host(unit: Unit) -> torch.Tensor:
         context.link.wait_read(unit.resident)
         return with_own_storage(unit.resident)
     reserve(unit, context.memory.host_ledger)
-    host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
-    unit.reading(lambda: move(unit.location(), on_host(host), by=route_of(context)).wait())
-    return host
+    return unit.read_to_host()
 
 
 def blank(unit: Unit) -> torch.Tensor:

@@ -192,8 +192,7 @@ class Unit(DenseLayout, Placed, Updatable):
         link, by = self.context.link, route_of(self.context)
         host = self.resident
         if host is None:
-            host = self.context.memory.staged_buffer(self.shard_numel, self.dtype)
-            self.reading(lambda: move(self.location(), on_host(host), by=by).wait())
+            host = self.read_to_host()
         if not link.topology.host_apart:
             return host
         shard = link.device_buffer(self.shard_numel, self.dtype, lasting=True)

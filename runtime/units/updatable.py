@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from zinf_compile.errors import StepFailedError, StoreError
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
@@ -27,6 +28,16 @@ class Updatable:
     serial: int
     parameter: weakref.ref[torch.Tensor]
     updates: Updates[Any] | None
+    dtype: torch.dtype
+
+    @property
+    def shard_numel(self) -> int:
+        """See `Unit.shard_numel`."""
+        raise NotImplementedError
+
+    def location(self) -> Location:
+        """See `Unit.location`."""
+        raise NotImplementedError
 
     @property
     def at_hand(self) -> bool:
@@ -65,9 +76,16 @@ class Updatable:
         """Return what `read` does, of the shard on a drive. Raises `StepFailedError` where a step could not write that."""
         try:
             return read()
-        except StoreError:
-            raise_failed_step([self])
+        except StoreError as error:
+            if (failed := why_unread([self])) is not None:
+                raise failed from error
             raise
+
+    def read_to_host(self) -> torch.Tensor:
+        """Return the shard after its last step, from its drive, in counted host memory of its own. Raises as `reading`."""
+        host = self.context.memory.staged_buffer(self.shard_numel, self.dtype)
+        self.reading(lambda: move(self.location(), on_host(host), by=route_of(self.context)).wait())
+        return host
 
     def begin_replacing(self) -> None:
         """Call before all values are replaced: waits as `settle_update`, and a failed step no longer counts for them."""
@@ -97,13 +115,22 @@ class Updatable:
             raise StepFailedError(why)
 
 
-def raise_failed_step(units: Iterable[Updatable]) -> None:
-    """After a drive's error in reading some units: wait for the step that still updates them, and raise its error if it fails.
+def why_spoiled(units: Iterable[Updatable]) -> StepFailedError | None:
+    """Return the error of the first unit with incomplete values; None if all are complete."""
+    try:
+        for unit in units:
+            unit.check_whole()
+    except StepFailedError as error:
+        return error
+    return None
+
+
+def why_unread(units: Iterable[Updatable]) -> StepFailedError | None:
+    """After a drive's error in reading some units: wait for the step that still updates them, and return its error if it fails.
 
     What it has written is read before it knows that the drive refused that: its own error names the cause, and what to load.
     """
     read = list(units)
     for updates in dict.fromkeys(updates for unit in read if (updates := unit.unfinished) is not None):
         updates.settle_all()
-    for unit in read:
-        unit.check_whole()
+    return why_spoiled(read)

@@ -21,6 +21,7 @@ from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
 from zinf_compile.runtime.units.unit import Tile, Unit
+from zinf_compile.runtime.units.updatable import why_spoiled
 from zinf_compile.sharded.budget_checks import refuse_second_gradients
 from zinf_compile.sharded.parameter import ShardedParameter, drop_held_values, unit_behind
 from zinf_compile.sharded.partition import partition
@@ -82,7 +83,7 @@ class Binder:
         units, fresh = self._look_up(args)
         buffers = self._unsynchronised(args, units, fresh) if context.size > 1 else ()
         lacks = self._lack(units.values(), args)
-        short, spoiled = is_any_short(lacks), _why_spoiled(units.values()) if context.spoiled else None
+        short, spoiled = is_any_short(lacks), why_spoiled(units.values()) if context.spoiled else None
         if context.size > 1:
             value = short + 2 * (spoiled is not None) + 4 * (lacks_space is not None)
             sent = self._agree(units, fresh, buffers, value=value + 8 * context.full_copies.digest(units.values()))
@@ -211,16 +212,6 @@ class Binder:
             *(f"synchronise buffer {program.buffers[r]}" for r in buffers),
             f"partitioned parameters number {', '.join(map(str, serials))}",
         ]
-
-
-def _why_spoiled(units: Iterable[Unit]) -> StepFailedError | None:
-    """Return the error of the first unit with incomplete values; None if all are complete."""
-    try:
-        for unit in units:
-            unit.check_whole()
-    except StepFailedError as error:
-        return error
-    return None
 
 
 _SPOILED_ELSEWHERE = (

@@ -10,14 +10,14 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from zinf_compile._torch import inside_ddp
-from zinf_compile.errors import StepFailedError, StoreError
+from zinf_compile.errors import StoreError
 from zinf_compile.ir.program import Program
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.memory.activations import storages_of
 from zinf_compile.runtime.memory.full_copies import HandedOn
 from zinf_compile.runtime.units.unit import Tile, Unit
-from zinf_compile.runtime.units.updatable import raise_failed_step
+from zinf_compile.runtime.units.updatable import why_unread
 from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.compute_budget import maker_of
 from zinf_compile.sharded.gradient import ShardedGradient
@@ -69,7 +69,9 @@ def runner(
                 )
             return returned
         except BaseException as error:
-            failed = _failed_step(units) if isinstance(error, StoreError) else None
+            failed = None
+            if isinstance(error, StoreError):
+                failed = why_unread(unit for unit in units.values() if isinstance(unit, Unit))
             if (others := ranks()) is not None:
                 others.tell(failed or error)
             if failed is not None:
@@ -78,15 +80,6 @@ def runner(
 
     run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
     return run
-
-
-def _failed_step(units: Mapping[int, Unit | Tile]) -> StepFailedError | None:
-    """Return the error of the step that could not write what a graph reads; None where no step of its units failed."""
-    try:
-        raise_failed_step([unit for unit in units.values() if isinstance(unit, Unit)])
-    except StepFailedError as error:
-        return error
-    return None
 
 
 def _found_by(program: Program, units: Mapping[int, Unit | Tile]) -> list[Unit | Tile]:

@@ -83,9 +83,7 @@ class UnitValues:
         unit, context = self._unit, self._unit.context
         shard = unit.shard if unit.backing is None else unit.resident
         if shard is None:
-            shard = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
-            memory = on_host(shard)
-            unit.reading(lambda: move(unit.location(), memory, by=route_of(context)).wait())
+            shard = unit.read_to_host()
         for own, whole in zip(*unit.split(shard, into), strict=True):
             part = own.to(unit.device)
             with filled_on(unit.device, whole, context) as full:

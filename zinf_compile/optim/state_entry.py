@@ -90,10 +90,10 @@ class StateEntry(LazyDict):
 
     def __getitem__(self, name: str) -> Any:
         optimizer = self._wait_for_step()
-        if name in self.stored and optimizer is None:
-            raise StepFailedError(f"state {name!r} of {self.parameter._zinf_unit.name} is gone with its optimizer")
-        if name not in self.stored or optimizer is None:
+        if name not in self.stored:
             return self.memory[name]
+        if optimizer is None:
+            raise StepFailedError(f"state {name!r} of {self.parameter._zinf_unit.name} is gone with its optimizer")
         try:
             return self._read_copy(self, name)
         except StoreError as error:
