@@ -148,7 +148,7 @@ class Config:
 
     planner: str | Callable[..., Any] | None = None
     """What decides when parameters' transfers start, and how long they stay: the name of a planner, or a function from a
-    `StepProblem` to a `Plan`, the same on all ranks. Default: fixed rules; `cached_prefetch` for one device's `device_memory`."""
+    `StepProblem` to a `Plan`, the same on all ranks. Default: fixed rules; `cached_prefetch` within a device's cap."""
 
     machine: str | os.PathLike[str] | None = None
     """The machine by whose rates `"auto"` decides what moves and what is made again: a shipped profile's name, or a file that

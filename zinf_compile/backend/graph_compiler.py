@@ -164,7 +164,7 @@ class GraphCompiler:
         self._losses = Losses(self.shape, self._choices, ranks=context.size)
         self._bucket = self.shape.bucket_of(slots)
         self._budget = self.make_budget(slots, example_inputs, context)
-        self.planner = self.make_planner(context) if is_planned(self.config, self.topology, size=context.size) else None
+        self.planner = self.make_planner(context) if is_planned(self.config, self.topology) else None
         if self.planner is not None:
             self.planner.placements = self.placements
         if self.config.compute == "inductor":

@@ -26,6 +26,7 @@ from zinf_compile.passes.analysis.step_problem import problem_of_runs, structure
 from zinf_compile.plan.collector import rare_collections
 from zinf_compile.plan.costs import Costs
 from zinf_compile.plan.graph_plan import GraphRoom
+from zinf_compile.plan.hold_back import within_room
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS, just_in_time
@@ -51,17 +52,16 @@ _NEAR = ("just_in_time", "one_ahead")
 
 
 DEFAULT = "cached_prefetch"
-"""The planner of graphs on one rank, beside a device whose memory has a cap that is given, where option `planner` names none."""
+"""The planner of graphs beside a device whose memory has a cap that is given, where option `planner` names none."""
 
 
 LARGE = 300
 """Regions of a graph above which `greedy` takes its place: it plans in milliseconds what takes the default seconds."""
 
 
-def is_planned(config: Config, topology: Topology, *, size: int) -> bool:
-    """Say whether a planner plans transfers on so many ranks, or else fixed rules."""
-    by_default = config.device_memory is not None and topology.host_apart and size == 1
-    return config.planner is not None or by_default
+def is_planned(config: Config, topology: Topology) -> bool:
+    """Say whether a planner plans transfers, or else fixed rules."""
+    return config.planner is not None or (config.device_memory is not None and topology.host_apart)
 
 
 class Again(Protocol):
@@ -180,10 +180,12 @@ class GraphPlanner:
             raise PlanError(f"planner {self.name!r} raised {type(error).__name__}: {error} ({where})") from error
 
     def _plan_of_all(self, ranks: Ranks, problem: StepProblem, key: Hashable) -> tuple[StepProblem, Plan]:
-        """Return the plan of all ranks, and the problem that it is for: rank 0's, with the least room of all."""
+        """Return the plan of all ranks, and the problem that it is for: rank 0's, with the least room of all.
+
+        Or, of a rank that compiles alone, its own problem, with that plan as it fits into its room.
+        """
         if not self._together:  # the other ranks may have compiled the graph long ago
-            free = problem.with_budgets(**dict.fromkeys(problem.tiers))
-            return free, _plans[key] if key in _plans else just_in_time(free)
+            return problem, within_room(problem, _plans[key]) if key in _plans else just_in_time(problem)
         with outside_tracing():
             budgets: dict[str, int | None] = {}
             for memory in problem.memories:

@@ -9,7 +9,6 @@ Note: planning again
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import weakref
@@ -20,6 +19,7 @@ import torch
 
 from zinf_compile.errors import ZinfError
 from zinf_compile.plan.costs import Costs, LinkCost
+from zinf_compile.plan.hold_back import within_room
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Link
@@ -177,9 +177,11 @@ class Replanner:
         rows = [(kept, then) for change in changes for kept, then in zip(change.graphs, change.then, strict=True) if then]
         by_key = {kept.key: then for kept, then in rows}
         alone = [kept for kept in self._alone if kept.key in by_key and kept.live is not None]
-        rows += [(kept, dataclasses.replace(by_key[kept.key], problem=kept.problem, members=kept.members)) for kept in alone]
         programs = []
         try:
+            for kept in alone:
+                plan = within_room(kept.problem, by_key[kept.key].plan)
+                rows.append((kept, Then(kept.problem, plan, kept.members)))
             programs = [(kept, then, kept.lower(then)) for kept, then in rows]
         except ZinfError as error:
             problem_of_any = str(error)

@@ -109,7 +109,7 @@ def trace(
     model exceeds their caps.
     """
     config = Config.from_options(options, check_folders=False)
-    known = pass_names(config, world_size=world_size, device=device)
+    known = pass_names(config, device=device)
     if after is not None and after not in known:
         raise DumpError(f"pass {after!r} is not known; accepted: {', '.join(known)}")
     found: list[Scheduled] = []
@@ -177,10 +177,10 @@ def _off_meta(model: nn.Module, inputs: Any) -> Any:
     return tree_map(off_meta, inputs)
 
 
-def pass_names(config: Config, *, world_size: int = 1, device: str = "cpu") -> list[str]:
+def pass_names(config: Config, *, device: str = "cpu") -> list[str]:
     """Return the passes by name, in order."""
     topology = Topology(host_apart=device != "cpu")
-    plan = _plans_nothing if is_planned(config, topology, size=world_size) else None
+    plan = _plans_nothing if is_planned(config, topology) else None
     return [pass_name(p) for p in (*joint_passes(), *graph_passes(bucket_bytes=config.bucket_bytes, plan=plan))]
 
 

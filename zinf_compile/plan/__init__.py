@@ -17,6 +17,7 @@ fill_together — Homes of parameters together with what becomes of saved values
 formulas — Arithmetic of ZeRO and ZeRO-Infinity as sympy formulas.
 graph_plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.
 headroom — Memory left within the caps, and how a graph's transfers share it. `sharded/budget` calls `plan_graph`.
+hold_back — Another rank's plan with less room: transfers start later, in the same order.
 kept_units — Which full units stay gathered from a forward to its backward.
 lower_bound — A bound below which no plan brings the seconds of a step: a linear programme.
 memory_model — The one formula for memory: device and host bytes that the parameters of a graph take.
