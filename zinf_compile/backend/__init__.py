@@ -30,6 +30,7 @@ remake — What can be dropped and made again in a backward; both graphs are giv
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 replan — Plans made anew from measured costs, between two steps.
 replan_pairs — Plans made again for a forward and its backward as one, so that units may stay from one to the other.
+room_of_all — The room that all ranks have for a graph they plan together, region by region.
 run_graph — The callable that AOTAutograd runs in the place of one scheduled graph.
 saved_choices — What may become of saved values where a share of the blocks runs again: choices that `decide_memory` weighs.
 saved_values — Space on drives for the values that a graph saves there.

@@ -39,6 +39,7 @@ from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.system.process_wide import process_wide
 
 from .kept_graphs import KeptGraph, LiveProgram, States, copy_of, keep
+from .room_of_all import room_of_all
 
 Room = Callable[[fx.Graph, int], GraphRoom]
 """Takes a graph and the bytes of its units; returns those for what is gathered or on its way."""
@@ -187,12 +188,7 @@ class GraphPlanner:
         if not self._together:  # the other ranks may have compiled the graph long ago
             return problem, within_room(problem, _plans[key]) if key in _plans else just_in_time(problem)
         with outside_tracing():
-            budgets: dict[str, int | None] = {}
-            for memory in problem.memories:
-                room = math.inf if memory.bytes is None else float(memory.bytes)
-                least = min(ranks.agree(["room for a plan"], what="exchanging room for a plan", value=room))
-                budgets[memory.tier] = None if math.isinf(least) else int(least)
-            problem = problem.with_budgets(**budgets)
+            problem = room_of_all(problem, ranks)
             with ranks.fail_together("planning", elsewhere=PlanError("planning failed on another rank, see there")):
                 plan = self.made_for(problem) if ranks.rank == 0 else None
             shared: Plan = ranks.share(plan, what="sharing the plan")
@@ -203,7 +199,7 @@ class GraphPlanner:
     def _problem(self, graph: fx.Graph, room: GraphRoom, *, is_backward: bool) -> StepProblem:
         """Return the graph's problem; what fits just in time by the account of the caps always does.
 
-        One rank may have more in regions whose compute takes less than the most. Several gather alike, and their batches differ.
+        There may be more room in regions whose compute takes less than the most.
         """
         problem = problem_of_runs([(graph, graph)], [(0, is_backward)], self.facts())
         plain = occupied(problem, just_in_time(problem))
@@ -214,7 +210,7 @@ class GraphPlanner:
         for tier, own in ((Tier.DEVICE, room.device), (Tier.HOST, room.host)):
             if tier in problem.tiers and math.isfinite(own):
                 budgets[tier] = max(math.ceil(own) + standing[tier], int(plain[tier].max()))
-        if room.more and self._size == 1 and Tier.DEVICE in budgets:
+        if room.more and Tier.DEVICE in budgets:
             most = max(room.more)
             budgets[Tier.DEVICE] += most
             taken = [most - more for more in room.more]
