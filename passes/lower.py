@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,6 +109,8 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
             fixed = operator.attrgetter(str(result.target))(gm) if isinstance(result, fx.Node) else result
             constants[len(register) + len(constants)] = fixed
             outputs_.append(len(register) + len(constants) - 1)
+    places = {slot.key: register[n] for n in placeholders if (slot := slot_of(n)) is not None}
+    gathers = [node for node in gm.graph.nodes if node.target is ops.all_gather]
     return Program(
         name=name,
         registers=len(register) + len(constants),
@@ -123,8 +125,10 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
         leaves=tiers_of_gradients(steps, tiles_),
         sequence=collective_sequence(gm.graph),
         kept=frozenset(register[gather] for gather in _kept_gathers(gm.graph)),
-        ends=_last_units(gm.graph, register, {slot.key: register[n] for n in placeholders if (slot := slot_of(n)) is not None}),
+        ends=_last_units(gm.graph, register, places),
         finds=_found_units(gm.graph),
+        finds_planned=frozenset((slot_behind(n).key, slot_behind(n).dtype) for n in gathers if is_found(n)),
+        last_gathers={register[node]: places[key] for key, node in {slot_behind(n).key: n for n in gathers}.items()},
         leaving=tuple((memory.tier, 0 if memory.dynamic else memory.bytes) for memory in leaving(gm)),
     )
 
@@ -136,7 +140,7 @@ def _kept_gathers(graph: fx.Graph) -> Iterator[fx.Node]:
             yield full.all_input_nodes[0]
 
 
-def _last_units(graph: fx.Graph, register: Mapping[fx.Node, int], places: Mapping[Hashable, int]) -> dict[int, int]:
+def _last_units(graph: fx.Graph, register: Mapping[fx.Node, int], places: Mapping[SlotKey, int]) -> dict[int, int]:
     """Return the registers of full units that are released behind all compute, with those of their parameters."""
     found = {}
     for node in itertools.takewhile(_is_no_compute, reversed(graph.nodes)):

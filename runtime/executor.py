@@ -28,7 +28,7 @@ from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.lanes.step_recorder import GraphRecorder
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
-from zinf_compile.runtime.memory.full_copies import HandedOn
+from zinf_compile.runtime.memory.handed_on import HandedOn
 from zinf_compile.runtime.memory.leaving_norms import Taking
 from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
@@ -134,7 +134,7 @@ def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any], u
 
 def _release(step: Release, run: Run) -> None:
     """Let a backward have what it finds. The register is freed after the step, and the ledger notices."""
-    if run.handed is None or (slot := run.program.ends.get(step.full)) is None:
+    if run.handed is None or run.handed.shards or (slot := run.program.ends.get(step.full)) is None:
         return
     unit, full = run.units[slot], run.registers[step.full]
     if (run.program.key_of(slot), full.dtype) in run.handed.wanted and unit.backing is not None:

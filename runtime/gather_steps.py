@@ -43,6 +43,8 @@ def perform_gather(step: Gather, run: Run) -> None:
     following = (unit.updated() if a is None else a.pending for unit, a in zip(gathered, arriving, strict=True))
     before = [pending for pending in following if pending is not None]
     context.memory.make_room(context.memory.ledger, format_of(step.dtype).bytes(sum(unit.numel for unit in gathered)))
+    if run.handed is not None and run.handed.wanted and run.handed.shards:
+        _hand_on_shards(members, arriving, run)
     staying = [_staying(unit) for unit in gathered]
     flats = [
         # what autograd keeps is PyTorch's memory, and none of the arena that gathers share; so is what stays
@@ -75,6 +77,20 @@ def _take_copies(step: Gather, run: Run) -> Members:
         else:
             run.registers[out] = GatherHandle(copy, None)
     return left
+
+
+def _hand_on_shards(members: Members, arriving: Sequence[SwapHandle | None], run: Run) -> None:
+    """Let a backward have the shards that it finds, of units that the forward gathers for the last time."""
+    handed, program = run.handed, run.program
+    assert handed is not None, "there is a backward"
+    for (_, out), arrived in zip(members, arriving, strict=True):
+        slot = program.last_gathers.get(out)
+        if arrived is None or arrived.unit.backing is None or slot is None:
+            continue
+        if (program.key_of(slot), arrived.unit.dtype) in handed.wanted:
+            unit = arrived.unit
+            tile = unit if isinstance(unit, Tile) else None
+            run.context.full_copies.hand_on_shard(unit if tile is None else tile.unit, arrived.shard, tile=tile)
 
 
 def _unit_behind(source: int, run: Run) -> Unit | Tile:

@@ -1,4 +1,4 @@
-"""The values that a register may hold while a transfer is under way; `SwapHandle` is in `units.swap`, with its hop."""
+"""The values that a register may hold while a transfer is under way, or in its place; `SwapHandle` is in `units.swap`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
+from zinf_compile.runtime.units.swap import SwapHandle
 from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit
 
@@ -43,6 +44,12 @@ class HeldCopy:
 
     def __init__(self, unit: Unit | Tile) -> None:
         self.unit = unit
+
+
+class HeldShard(SwapHandle):
+    """In the place of a swap: the shard is on the device already."""
+
+    __slots__ = ()
 
 
 class ReduceHandle:

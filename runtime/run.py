@@ -9,7 +9,7 @@ import torch
 
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.random_states import set_state_of
-from zinf_compile.runtime.memory.full_copies import HandedOn
+from zinf_compile.runtime.memory.handed_on import HandedOn
 from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit

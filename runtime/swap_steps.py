@@ -23,7 +23,7 @@ from zinf_compile.runtime.units.swap import (
 )
 from zinf_compile.runtime.units.unit import Tile, Unit
 
-from .handles import HeldCopy, ReduceHandle
+from .handles import HeldCopy, HeldShard, ReduceHandle
 from .run import Run
 
 
@@ -58,19 +58,30 @@ def _read_together(members: Sequence[tuple[int, int]], dst: str, run: Run) -> li
 
 
 def _without_copies(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[int, int]]:
-    """Leave out the units of which the device has a full copy: their gathers take that. Return the other members."""
+    """Leave out the units of which the device has a full copy, or the shard, for their gathers. Return the other members."""
     left = []
     for source, out in members:
         value = run.registers[source]
         unit = run.units.get(source)
-        if isinstance(value, HeldCopy):
+        if isinstance(value, HeldCopy | HeldShard):
             run.registers[out] = value
         elif not isinstance(value, SwapHandle) and unit is not None and run.context.full_copies.holds(unit):
             run.registers[out] = HeldCopy(unit)
             run.takes_copies = True  # also where another thread drops it before the next hop
+        elif (found := _found_shard(value, unit, run)) is not None:
+            run.registers[out] = found
+            run.takes_copies = True
         else:
             left.append((source, out))
     return left
+
+
+def _found_shard(value: object, unit: Unit | Tile | None, run: Run) -> HeldShard | None:
+    """Return the shard that a forward has left for this graph, its backward; None where it is to be brought."""
+    if isinstance(value, SwapHandle) or unit is None or unit.backing is None:
+        return None
+    shard = run.context.full_copies.take_shard(unit, unit.dtype)
+    return None if shard is None else HeldShard(unit, shard)
 
 
 def _swap_in_together(members: Sequence[tuple[int, int]], run: Run) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ device_arena — An arena of a device's own memory for gathers and swaps: after 
     any more.
 full_copies — Full units that stay on the device until their values change, so that a step gathers each once:
     `reshard_after_backward=False`.
+handed_on — What a forward leaves on the device for its backward: full units, or shards on several ranks.
 inflight — Limits of what transfers under way may hold.
 leaving_norms — Norms of gradients that leave their device, taken there before they do: for who asks for them behind each
     backward.

@@ -10,7 +10,6 @@ Note: present values
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import weakref
 import zlib
@@ -19,22 +18,15 @@ from typing import Protocol
 
 import torch
 
-from zinf_compile.ir.program import SlotKey
 from zinf_compile.runtime.system.accelerator import current_stream
+
+from .handed_on import Handed
 
 
 class Copied(Protocol):
     """A `Unit`, as far as ranks compare which ones have copies."""
 
     serial: int
-
-
-@dataclasses.dataclass(eq=False)
-class HandedOn:
-    """What a forward on one rank leaves on the device for its backward, which would bring it again."""
-
-    wanted: frozenset[tuple[SlotKey, torch.dtype]] = frozenset()
-    """The units that the backward finds there, see `Program.finds`."""
 
 
 class _Copy:
@@ -66,66 +58,63 @@ class FullCopies:
 
     def __init__(self) -> None:
         self._copies: weakref.WeakKeyDictionary[object, _Copy] = weakref.WeakKeyDictionary()
-        self._handed_on: weakref.WeakSet[object] = weakref.WeakSet()
+        self._handed_on = Handed()
         """Those that are there until a backward takes them, or another graph begins."""
-        self._tiles: weakref.WeakKeyDictionary[object, weakref.WeakSet[object]] = weakref.WeakKeyDictionary()
-        """Of each unit, the tiles that were handed on."""
+        self._shards = Handed()
+        """Shards alone that are."""
         self._handed_out: weakref.WeakSet[object] = weakref.WeakSet()
         self._lock = threading.RLock()  # a unit that is dropped may call from inside
 
     def __bool__(self) -> bool:
-        """Say whether there is one."""
-        return bool(self._copies)
+        """Say whether there is one, or a shard."""
+        return bool(self._copies) or bool(self._handed_on) or bool(self._shards)
 
     def holds(self, unit: object) -> bool:
         """Say whether a unit's present values are there, in whatever type."""
-        return unit in self._copies
+        return unit in self._copies or unit in self._handed_on
 
     def find(self, unit: object, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a unit's present values in a type, in the parameter's shape, for the current stream; None: they aren't there."""
         copy = self._copies.get(unit)
-        if copy is None or copy.full.dtype != dtype:
-            return None
-        if unit in self._handed_on:
-            if copy.stream != current_stream(copy.full.device):
-                return None  # its memory comes back in the order of its own stream
-            self.drop(unit)
-            return copy.full
-        return copy.read()
+        if copy is None:
+            return self._handed_on.take(unit, dtype)
+        return copy.read() if copy.full.dtype == dtype else None
 
     def keep(self, unit: object, full: torch.Tensor) -> None:
         """Keep a unit that the current stream has gathered, in memory that nothing else uses; the first of several types."""
-        if unit in self._handed_out or unit in self._copies:
+        if unit in self._handed_out or self.holds(unit):
             return
         with self._lock:
             self._copies[unit] = _Copy(full)
 
     def hand_on(self, unit: object, full: torch.Tensor, *, tile: object | None = None) -> None:
         """Keep a unit, or a tile of it, until a backward takes it, by `find`, or `end_handed_on`."""
-        kept = unit if tile is None else tile
         with self._lock:
-            if kept not in self._copies and unit not in self._handed_out:
-                self._copies[kept] = _Copy(full)
-                self._handed_on.add(kept)
-                if tile is not None:
-                    self._tiles.setdefault(unit, weakref.WeakSet()).add(tile)
+            if not self.holds(unit if tile is None else tile) and unit not in self._handed_out:
+                self._handed_on.keep(unit, full, tile=tile)
+
+    def hand_on_shard(self, unit: object, shard: torch.Tensor, *, tile: object | None = None) -> None:
+        """Keep the shard of a unit, or of a tile of it, until a backward takes it, by `take_shard`, or `end_handed_on`."""
+        with self._lock:
+            if unit not in self._handed_out:
+                self._shards.keep(unit, shard, tile=tile)
+
+    def take_shard(self, unit: object, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a shard that was handed on, for the current stream; None: it isn't there."""
+        return self._shards.take(unit, dtype) if self._shards else None
 
     def end_handed_on(self, but: Callable[[], Iterable[object]] = tuple) -> None:
         """Have no unit that was handed on, `but` those that the graph finds which is about to run."""
-        if self._handed_on:
-            with self._lock:
-                ended = set(self._handed_on) - set(but())
-            for unit in ended:
-                self.drop(unit)
+        self._handed_on.end(but)
+        self._shards.end(but)
 
     def drop(self, unit: object) -> None:
         """Have no copy of a unit, or of its tiles, whose values are about to change."""
+        self._handed_on.drop(unit)
+        self._shards.drop(unit)
         if self._copies:
             with self._lock:
-                for tile in self._tiles.pop(unit, ()):
-                    self.drop(tile)
                 copy = self._copies.pop(unit, None)
-                self._handed_on.discard(unit)
             if copy is not None:
                 copy.end()
 
@@ -143,13 +132,10 @@ class FullCopies:
     @property
     def handed_on_bytes(self) -> int:
         """The bytes of those that a backward is about to take."""
-        if not self._handed_on:
-            return 0
-        with self._lock:
-            return sum(copy.full.nbytes for unit, copy in self._copies.items() if unit in self._handed_on)
+        return self._handed_on.bytes + self._shards.bytes
 
     @property
     def bytes(self) -> int:
         """The bytes of all of them."""
         with self._lock:
-            return sum(copy.full.nbytes for copy in self._copies.values())
+            return self.handed_on_bytes + sum(copy.full.nbytes for copy in self._copies.values())

@@ -29,6 +29,8 @@ class Planned(NamedTuple):
     peak: int
     again: int
     """Plans that were made again."""
+    left: int
+    """Bytes that a forward leaves for its backward."""
 
 
 def planned_within_caps(rank: int, size: int, name: str, options: dict[str, Any]) -> list[Planned]:
@@ -50,8 +52,10 @@ def planned_within_caps(rank: int, size: int, name: str, options: dict[str, Any]
             replanner = replan.replanner_of(context)
             planners = {kept.plan.planner for kept in replanner._living()}
             again = sum(line.startswith("planned again") for line in replanner.changes)
-            found.append(Planned(planners, cap, peak, again))
-            del run
+            loss = run.call(*run.batch)
+            found.append(Planned(planners, cap, peak, again, context.full_copies.handed_on_bytes))
+            loss.backward()
+            del run, loss
     assert late.defects() == [], late.defects()
     return found
 

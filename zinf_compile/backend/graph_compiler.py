@@ -28,7 +28,7 @@ from zinf_compile.passes.lower import RegionCompiler, lower, run_by_operator
 from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.saved_homes import choose_homes
 from zinf_compile.runtime.context import Context, context_for
-from zinf_compile.runtime.memory.full_copies import HandedOn
+from zinf_compile.runtime.memory.handed_on import HandedOn
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
@@ -345,20 +345,20 @@ class GraphCompiler:
             place=None if self.homes is None else partial(place_at_call, self.config, self.placements, context),
         )
         takes = self._budget is not None and self._budget.compute.is_backward
+        self._handed.shards = context.size > 1  # which gather alike
         live = LiveProgram(program, bind, finds=self._handed if takes else None)
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
         if kept is not None and self._budget is not None:
             kept.compute, kept.own_outputs = self._budget.compute, self._results
-        saved = SavedSpace(program, context, self.config.placement().nvme)
         run = runner(
             live,
             context,
-            saved,
+            SavedSpace(program, context, self.config.placement().nvme),
             checks,
             makes_gradients=makes_gradients,
             results=self._results,
-            handed=None if takes or context.size > 1 else self._handed,  # ranks gather alike
+            handed=None if takes else self._handed,
             takes=takes,
         )
         run.budget, run.kept = self._budget, kept  # type: ignore[attr-defined]  # reservations, as long as the graph may run

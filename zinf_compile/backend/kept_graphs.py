@@ -30,7 +30,8 @@ from zinf_compile.plan.costs import Costs
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Link
-from zinf_compile.runtime.memory.full_copies import HandedOn
+from zinf_compile.plan.shards_between import Side
+from zinf_compile.runtime.memory.handed_on import HandedOn
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.sharded.compute_budget import GraphCompute
 
@@ -51,7 +52,7 @@ class LiveProgram:
         """Run another program from the next call on, with the same inputs and outputs."""
         self.program, self.binder = program, self._make_binder(program)
         if self._finds is not None:
-            self._finds.wanted = program.finds
+            self._finds.wanted = program.finds_planned if self._finds.shards else program.finds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ class Planned(Protocol):
     @property
     def plans_pairs(self) -> bool:
         """Whether a forward and its backward may be planned as one."""
+
+    @property
+    def leaves_shards(self) -> bool:
+        """Whether a forward on several ranks may leave shards on the device for its backward."""
 
     def home(self, slot: ParameterSlot) -> Tier:
         """Return the tier on which a parameter's shard lives."""
@@ -200,6 +205,11 @@ class KeptGraph:
         if found is None:
             raise PlanError(f"a plan for the {self.name} needs a region that is not compiled")
         return found
+
+
+def side_of(problem: StepProblem, plan: Plan, members: Mapping[str, Sequence[ParameterSlot]]) -> Side:
+    """Return a graph as it is asked for shards that stay between it and another one."""
+    return Side(problem, plan, {name: {slot.key for slot in slots} for name, slots in members.items()})
 
 
 _kept: weakref.WeakValueDictionary[str, KeptGraph] = process_wide(weakref.WeakValueDictionary())

@@ -23,6 +23,7 @@ from zinf_compile.passes.analysis.memory_needs import ahead_key
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import problem_of_runs, structure_of, unit_members
+from zinf_compile.plan.both_graphs import CODE_BETWEEN
 from zinf_compile.plan.collector import rare_collections
 from zinf_compile.plan.costs import Costs
 from zinf_compile.plan.graph_plan import GraphRoom
@@ -34,11 +35,12 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed, Link, Memory
 from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.rough_links import BETWEEN_RANKS, COPIES, DRIVE
+from zinf_compile.plan.shards_between import Side, shards_between
 from zinf_compile.plan.verify import check
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.system.process_wide import process_wide
 
-from .kept_graphs import KeptGraph, LiveProgram, States, copy_of, keep
+from .kept_graphs import KeptGraph, LiveProgram, States, copy_of, keep, side_of
 from .room_of_all import room_of_all
 
 Room = Callable[[fx.Graph, int], GraphRoom]
@@ -105,6 +107,8 @@ class GraphPlanner:
         self._replanner = replanner
         self.costs = Costs() if replanner is None else replanner.costs
         """What is known of costs when a graph is planned."""
+        self._forward: tuple[Side, int] | None = None
+        """The graph before, of which shards may stay, and the bytes of its results."""
         self.kept: KeptGraph | None = None
         """The graph that was planned last; none where nothing will run."""
 
@@ -112,6 +116,11 @@ class GraphPlanner:
     def plans_pairs(self) -> bool:
         """Whether a forward and its backward may be planned as one: on one rank, by a planner of ours that uses all room."""
         return self._size == 1 and isinstance(self._given, str) and self.name not in _NEAR
+
+    @property
+    def leaves_shards(self) -> bool:
+        """Whether a forward on several ranks may leave shards on the device for its backward, in room that is left."""
+        return self._size > 1 and self.name not in _NEAR
 
     def plan(self, graph: fx.Graph, room: Room, *, is_backward: bool = False) -> PlannedGraph:
         """Plan a graph that `region_passes` have seen, within `room`. Collective where ranks plan together."""
@@ -126,6 +135,10 @@ class GraphPlanner:
             plan = self.made_for(problem)
         check(problem, plan, planner=self.name)
         self.made.append((problem, plan))
+        side, found = side_of(problem, plan, members), frozenset[str]()
+        if is_backward and self._forward is not None:
+            found = shards_between(self._forward[0], side, between=CODE_BETWEEN * self._forward[1])
+        self._forward = (side, own.results) if self.leaves_shards else None
         if self._ranks is not None:
             placements = self.placements
             self.kept = KeptGraph(
@@ -139,8 +152,9 @@ class GraphPlanner:
                 params=lambda slot: self.topology.hops(placements.of(slot).params),
                 grads=lambda slot: self.topology.hops(placements.of(slot).grads)[::-1],
                 results=own.results,
+                handed=found,
             )
-        return PlannedGraph(plan, {slot.name: name for name, slots in members.items() for slot in slots})
+        return PlannedGraph(plan, {slot.name: name for name, slots in members.items() for slot in slots}, finds=found)
 
     def scheduled(self, live: LiveProgram) -> KeptGraph | None:
         """Say which program acts the last plan out; return its graph, to be held as long as that may run."""

@@ -9,6 +9,7 @@ Note: planning again
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import weakref
@@ -18,17 +19,19 @@ from collections.abc import Sequence
 import torch
 
 from zinf_compile.errors import ZinfError
+from zinf_compile.plan.both_graphs import CODE_BETWEEN
 from zinf_compile.plan.costs import Costs, LinkCost
 from zinf_compile.plan.hold_back import within_room
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Link
+from zinf_compile.plan.shards_between import shards_between
 from zinf_compile.plan.simulate import step_seconds
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.step_recorder import StepRecord
 from zinf_compile.runtime.system.process_wide import process_wide
 
-from .kept_graphs import KeptGraph, Then
+from .kept_graphs import KeptGraph, Then, side_of
 from .measured_costs import collective_costs, costs_of, link_costs, region_seconds, update_seconds
 from .replan_pairs import Change, change_of, pair_change, pairs_of
 
@@ -40,6 +43,9 @@ SLOWER = 4.0
 """Times that a link is slower than was assumed, to be worth a warning."""
 
 _log = logging.getLogger("zinf_compile")
+
+Row = tuple[KeptGraph, Then]
+"""A graph, and what it becomes."""
 
 
 class Replanner:
@@ -89,7 +95,7 @@ class Replanner:
         for kept in graphs:
             kept.planner.costs = self.costs
         changes = self._changes(graphs, problems) if context.rank == 0 else None
-        self._take(self._shared(graphs, problems, changes))
+        self._take(graphs, self._shared(graphs, problems, changes))
 
     def _living(self) -> list[KeptGraph]:
         """Return the graphs that every rank still has."""
@@ -169,7 +175,21 @@ class Replanner:
             if plan is not None
         ]
 
-    def _take(self, changes: Sequence[Change]) -> None:
+    def _with_shards(self, graphs: Sequence[KeptGraph], rows: Sequence[Row]) -> list[Row]:
+        """Return the rows with the shards that each backward on several ranks finds then, also where only its forward changes."""
+        found = dict(rows)
+        forwards = {kept.number: kept for kept in graphs if not kept.is_backward}
+        for kept in graphs:
+            if kept.is_backward and kept.planner.leaves_shards and (forward := forwards.get(kept.number)) is not None:
+                own = found.get(kept) or Then(kept.problem, kept.plan, kept.members, kept.handed)
+                before = found.get(forward) or forward
+                sides = (side_of(each.problem, each.plan, each.members) for each in (before, own))
+                handed = shards_between(*sides, between=CODE_BETWEEN * forward.results)
+                if kept in found or handed != own.handed:
+                    found[kept] = dataclasses.replace(own, handed=handed)
+        return list(found.items())
+
+    def _take(self, graphs: Sequence[KeptGraph], changes: Sequence[Change]) -> None:
         """Act the new plans out from the next step on, on all ranks or on none."""
         ranks, problem_of_any = self._context.ranks, ""
         if not changes:
@@ -182,6 +202,7 @@ class Replanner:
             for kept in alone:
                 plan = within_room(kept.problem, by_key[kept.key].plan)
                 rows.append((kept, Then(kept.problem, plan, kept.members)))
+            rows = self._with_shards([*graphs, *alone], rows)
             programs = [(kept, then, kept.lower(then)) for kept, then in rows]
         except ZinfError as error:
             problem_of_any = str(error)

@@ -18,7 +18,7 @@ from zinf_compile.passes.analysis.saved_values import moved_values
 from zinf_compile.passes.analysis.step_problem import problem_of_runs, saved_values, unit_members
 from zinf_compile.passes.graph.node_facts import leaving, mark_moving
 from zinf_compile.plan.acted import Part, acted_plan
-from zinf_compile.plan.both_graphs import away_in_between, halves, joined, retimed, with_held, with_saved
+from zinf_compile.plan.both_graphs import CODE_BETWEEN, away_in_between, halves, joined, retimed, with_held, with_saved
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import just_in_time
 from zinf_compile.plan.problem import StepProblem
@@ -27,9 +27,6 @@ from zinf_compile.plan.verify import check
 from zinf_compile.runtime.lanes.step_recorder import StepRecord
 
 from .kept_graphs import KeptGraph, Then
-
-CODE_BETWEEN = 4
-"""Times the bytes of a forward's results for which the caller's code has room before the backward, as for a loss of them."""
 
 ROUNDS = 3
 """Plans for both, each for the memory that saved values take with the one before, until one fits."""

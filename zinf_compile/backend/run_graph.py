@@ -15,7 +15,7 @@ from zinf_compile.ir.program import Program
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.memory.activations import storages_of
-from zinf_compile.runtime.memory.full_copies import HandedOn
+from zinf_compile.runtime.memory.handed_on import HandedOn
 from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.runtime.units.updatable import why_unread
 from zinf_compile.sharded.call_checks import CallChecks
@@ -84,5 +84,5 @@ def runner(
 
 def _found_by(program: Program, units: Mapping[int, Unit | Tile]) -> list[Unit | Tile]:
     """Return the units, and tiles, that a program finds on the device if the one before has left them there."""
-    found = {key for key, _ in program.finds}
+    found = {key for key, _ in program.finds | program.finds_planned}
     return [unit for register, unit in units.items() if program.key_of(register) in found]

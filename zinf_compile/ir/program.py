@@ -141,6 +141,10 @@ class Program:
     finds: frozenset[tuple[SlotKey, torch.dtype]] = frozenset()
     """Slots, by `ParameterSlot.key`, whose full units a backward finds on the device if its forward has left them there, with
     the types of their gathers: those before the first region, and those that a plan has stay until their use."""
+    finds_planned: frozenset[tuple[SlotKey, torch.dtype]] = frozenset()
+    """Those of them that a plan has stay, with the types of the shards: what a backward on several ranks finds."""
+    last_gathers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Register of the last gather of each parameter, or tile -> its input register."""
     leaving: tuple[tuple[str, int], ...] = ()
     """Tier and bytes of each saved memory that leaves the device; 0 bytes where these change from call to call."""
     runs: tuple[tuple[int, int], ...] = dataclasses.field(init=False)

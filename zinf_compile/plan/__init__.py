@@ -36,6 +36,7 @@ rough_links — Links and devices at rough rates, where nobody has measured.
 saved_homes — Where the memory of saved values lives between forward and backward: a word's, or choices for a plan.
 saved_schedule — When saved memory leaves and comes back, and for how long compute waits then.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.
+shards_between — Which shards several ranks leave on their devices between a forward and its backward.
 stretch — The problem of a deep model, made from that of a shallow one.
 table — A plan as text: who lives where, and what happens at each boundary.
 unroll — A plan, repeated for some steps, as tasks on lanes: a graph of what waits for what.

@@ -31,7 +31,7 @@ class Part:
     units: Mapping[str, tuple[str, ...]]
     """The step's units by the graph's: a unit of a graph may be several in the step."""
     finds: Collection[str] = ()
-    """The graph's units that a backward finds on the device, and brings if it doesn't."""
+    """The graph's units that a backward finds on the device, or the shards of which, and brings if it doesn't."""
 
 
 def acted_plan(
@@ -77,6 +77,8 @@ def acted_plan(
                 fetches += [dataclasses.replace(each, name=name, **times) for name in part.units.get(each.name, ())]
     if problem.world_size == 1:
         fetches, gathers = _handed_on(problem, parts, fetches, gathers)
+    else:
+        fetches = _shards_handed_on(problem, parts, fetches)
     fetches += [row for row in base.local.fetches if row.kind is Kind.SAVED]  # graphs issue them behind those of units
     known = {unit.name for unit in problem.units if unit.is_gathered}
     shared = dataclasses.replace(base.shared, gathers=tuple(row for row in gathers if row.unit in known))
@@ -135,6 +137,24 @@ def _handed_on(
         [stayed(row) for row in fetches if not is_dropped(row.name, row.due)],
         [stayed(row) for row in gathers if not is_dropped(row.unit, row.due)],
     )
+
+
+def _shards_handed_on(problem: StepProblem, parts: Sequence[Part], fetches: Sequence[Fetch]) -> list[Fetch]:
+    """Return the rows without those of shards that a backward finds, of which the forward right before it keeps its last ones."""
+    found = list(fetches)
+    for before, behind in itertools.pairwise(parts):
+        begins = behind.first
+        if not behind.finds or not _is_pair(problem.regions[before.first], problem.regions[begins]):
+            continue
+        for name in (name for own in behind.finds for name in behind.units.get(own, ())):
+            rows = [row for row in found if row.name == name and row.to == problem.device]
+            last = max((row for row in rows if before.first <= row.due < begins), key=lambda row: row.due, default=None)
+            first = min((row for row in rows if row.due >= begins), key=lambda row: row.due, default=None)
+            if last is not None and first is not None:
+                gone = [row for row in found if row.name == name and begins <= row.due <= first.due]
+                found = [row for row in found if row not in gone]
+                found[found.index(last)] = dataclasses.replace(last, until=first.until)
+    return found
 
 
 def _is_pair(before: Region, behind: Region) -> bool:

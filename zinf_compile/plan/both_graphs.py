@@ -21,6 +21,9 @@ from .plan import Fetch, Gather, Homes, Kind, Local, Plan, Shared
 from .problem import StepProblem
 from .problem_parts import SavedValue
 
+CODE_BETWEEN = 4
+"""Times the bytes of a forward's results for which the caller's code has room before the backward, as for a loss of them."""
+
 Row = TypeVar("Row", Gather, Fetch)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from plan_cases import training
@@ -12,7 +13,7 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan import verify_memory
 from zinf_compile.plan.acted import Part, acted_plan
 from zinf_compile.plan.occupancy import occupied
-from zinf_compile.plan.plan import Fetch, Kind, Local, Plan
+from zinf_compile.plan.plan import Fetch, Gather, Kind, Local, Plan, Shared
 from zinf_compile.plan.planners import just_in_time
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed
@@ -125,16 +126,23 @@ def test_the_next_step_begins_beside_the_last_gradients(world_size: int) -> None
         assert all((held[tier] == occ[tier]).all() for tier in problem.tiers)
 
 
-def graph_plans(problem: StepProblem) -> list[Part]:
-    """Return a forward and a backward as parts, each unit fetched just in time in each."""
+def graph_plans(problem: StepProblem, *, gathered: bool = False, path: tuple[Tier, ...] = (Tier.HOST, Tier.DEVICE)) -> list[Part]:
+    """Return a forward and a backward as parts, each unit fetched just in time in each, and gathered."""
     parts = []
     for first in range(0, problem.count, BLOCKS):
         uses = [(unit.name, use - first) for unit in problem.units for use in unit.uses if first <= use < first + BLOCKS]
+        uses.sort(key=lambda row: row[1])
         rows = [
-            Fetch(Kind.PARAM, name, Tier.HOST, Tier.DEVICE, use, use, use + 1)
-            for name, use in sorted(uses, key=lambda row: row[1])
+            Fetch(Kind.PARAM, name, source, to, use, use, use + 1)
+            for name, use in uses
+            for source, to in itertools.pairwise(path)
         ]
-        parts.append(Part(Plan(local=Local(fetches=tuple(rows))), first, {unit.name: (unit.name,) for unit in problem.units}))
+        shared = Shared(gathers=tuple(Gather(name, use, use, use + 1) for name, use in uses) if gathered else ())
+        parts.append(
+            Part(
+                Plan(shared=shared, local=Local(fetches=tuple(rows))), first, {unit.name: (unit.name,) for unit in problem.units}
+            )
+        )
     return parts
 
 
@@ -152,6 +160,31 @@ def test_a_backward_takes_what_its_forward_has_at_its_end(micro_batches: int) ->
         last = [row for row in fetches if row[0] == f"w{BLOCKS - 1}" and border - BLOCKS <= row[1] < border + BLOCKS]
         assert last == [(f"w{BLOCKS - 1}", border - 1, border + 1)]
     assert len(fetches) == micro_batches * (2 * BLOCKS - 1)
+    assert verify(problem, plan) == []
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_backward_of_several_ranks_finds_the_shards_that_were_left(micro_batches: int) -> None:
+    """They are fetched once for both, and gathered for each; all others are fetched for each."""
+    problem = training(1, BLOCKS, tiers=3, world=2, micro_batches=micro_batches, device=1.0, host=1.0)
+    regions = tuple(dataclasses.replace(region, graph=f"{region.structure} 0") for region in problem.regions)
+    problem = dataclasses.replace(problem, regions=regions, allowed=Allowed(params=(Tier.NVME,)))
+    found = [f"w{BLOCKS - 1}", f"w{BLOCKS - 2}"]
+    parts = [
+        Part(part.plan, part.first, part.units, finds=found if number % 2 else ())
+        for number, part in enumerate(graph_plans(problem, gathered=True, path=(Tier.NVME, Tier.HOST, Tier.DEVICE)))
+    ]
+    plan = acted_plan(problem, parts, just_in_time(problem).local.homes)
+    rows = [row for row in plan.local.fetches if row.kind is Kind.PARAM]
+    for batch in range(micro_batches):
+        begin, border = 2 * BLOCKS * batch, 2 * BLOCKS * batch + BLOCKS
+        for name in found:
+            block = int(name[1:])
+            own = [row for row in rows if row.name == name and begin <= row.due < begin + 2 * BLOCKS]
+            assert [(row.to, row.due) for row in own] == [(Tier.HOST, begin + block), (Tier.DEVICE, begin + block)]
+            assert own[-1].until == border + BLOCKS - block, "until the backward has gathered it"
+    assert len(rows) == 2 * micro_batches * (2 * BLOCKS - len(found))
+    assert len(plan.shared.gathers) == micro_batches * 2 * BLOCKS
     assert verify(problem, plan) == []
 
 

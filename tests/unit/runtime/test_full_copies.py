@@ -111,3 +111,24 @@ def test_a_change_ends_what_was_handed_on() -> None:
     copies.hand_out(unit)
     copies.hand_on(unit, torch.ones(1))
     assert not copies
+
+
+def test_a_shard_that_is_handed_on_is_no_full_copy() -> None:
+    copies, unit, other, tile = FullCopies(), Unit(0), Unit(1), Unit(2)
+    shard = torch.ones(3)
+    copies.hand_on_shard(unit, shard)
+    copies.hand_on_shard(other, torch.ones(2), tile=tile)
+    assert copies
+    assert (copies.holds(unit), copies.find(unit, torch.float32), copies.digest([unit])) == (False, None, 0)
+    assert (copies.handed_on_bytes, copies.bytes) == (20, 20)
+    assert copies.take_shard(unit, torch.bfloat16) is None
+    assert copies.take_shard(unit, torch.float32) is shard
+    assert copies.take_shard(unit, torch.float32) is None
+    copies.drop(other)
+    assert copies.take_shard(tile, torch.float32) is None, "the unit changes"
+    copies.hand_on_shard(unit, shard)
+    copies.end_handed_on()
+    assert not copies
+    copies.hand_out(unit)
+    copies.hand_on_shard(unit, shard)
+    assert not copies, "others may change it unseen"
