@@ -7,8 +7,10 @@ import torch
 from irtext import graph_of, results, text_of, unit
 from torch import fx, nn
 
+from zinf_compile.ir import ops
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GradAlias, Reduce, Region, Release, SwapIn, SwapOut, Wait
+from zinf_compile.passes.graph.found_units import mark_found
 from zinf_compile.passes.graph.node_facts import mark_buffer
 from zinf_compile.passes.lower import lower
 
@@ -262,3 +264,18 @@ def test_a_program_knows_the_units_that_it_begins_and_ends_with() -> None:
     assert not later.finds, "compute comes first"
     last = [step.full for step in later.steps if isinstance(step, Release)][-1]
     assert dict(later.ends) == {last: 2}
+
+
+def test_a_program_knows_the_last_gather_of_each_unit_and_what_a_plan_has_stay() -> None:
+    """Those by which a forward on several ranks leaves shards, and those that its backward finds, not what it begins with."""
+    text = "g = all_gather(w); v = wait(g); a = mm(x, v); release(v); h = all_gather(u); z = wait(h); b = mm(a, z); release(z); "
+    gm = graph_of(text + "k = all_gather(w); y = wait(k); c = mm(b, y); release(y); return (c,)", **INPUTS)
+    gathers = [node for node in gm.graph.nodes if node.target is ops.all_gather]
+    mark_found(gathers[1])
+    program = lower(gm, name="test")
+    outs = [out for step in program.steps if isinstance(step, Gather) for _, out in step.members]
+    slots = {slot.name: register for register, slot in program.slots.items()}
+    assert dict(program.last_gathers) == {outs[2]: slots["w"], outs[1]: slots["u"]}
+    key = {slot.name: slot.key for slot in program.slots.values()}
+    assert program.finds_planned == {(key["u"], torch.float32)}
+    assert program.finds == {(key["w"], torch.float32), (key["u"], torch.float32)}
