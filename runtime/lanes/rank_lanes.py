@@ -17,6 +17,8 @@ _UNTIMED = contextlib.nullcontext()
 MOST_CHANGES = 1 << 14
 """Changes that may be queued: the memory they hold is bounded by what gradients may take."""
 
+MOST_GATHERS = 1 << 10
+"""Gathers that may be under way: the schedule bounds what is gathered ahead, and compute waits for no later one's shard."""
 MOST_SAVED = 1 << 10
 """Saved values that may be queued: the schedule waits for those of a stretch of compute behind the next one."""
 
@@ -44,9 +46,10 @@ class Lanes:
     def connect(self) -> None:
         """Begin to move between ranks beside compute: by threads on the CPU, by streams on a device."""
         if self._device.type == "cpu":
-            self.gather, self.reduce = ThreadLane("zinf-gather", link="from ranks"), ThreadLane("zinf-reduce", link="to ranks")
+            self.gather = ThreadLane("zinf-gather", link="from ranks", most=MOST_GATHERS)
+            self.reduce = ThreadLane("zinf-reduce", link="to ranks")
         else:
-            self.gather = StreamLane(self._device, "zinf-gather", link="from ranks")
+            self.gather = StreamLane(self._device, "zinf-gather", link="from ranks", most=MOST_GATHERS)
             self.reduce = StreamLane(self._device, "zinf-reduce", link="to ranks")
 
     @property
