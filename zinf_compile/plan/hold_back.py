@@ -51,7 +51,7 @@ def hold_back(plan: Plan) -> Plan:
 
 
 def _later(plan: Plan, starts: dict[Row, int]) -> Callable[[Fetch], int]:
-    """Return when a fetch starts then: so much before its gather as it did, or when it is due where none follows."""
+    """Return when a fetch starts then: with its gather, or when it is due where none follows."""
     before: dict[str, list[Gather]] = {}
     for row in plan.shared.gathers:
         before.setdefault(row.unit, []).append(row)
@@ -62,6 +62,6 @@ def _later(plan: Plan, starts: dict[Row, int]) -> Callable[[Fetch], int]:
         of = next((row for row in before.get(fetch.name, ()) if fetch.start <= row.start < fetch.until), None)
         if of is None:
             return fetch.due
-        return min(fetch.due, fetch.start + starts[of.unit, of.due] - of.start)
+        return max(fetch.start, min(fetch.due, starts[of.unit, of.due]))
 
     return start

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from plan_cases import SHARES, read_only, read_only_problems, training, training_problems
 
 from zinf_compile.errors import BudgetError
@@ -16,6 +17,7 @@ from zinf_compile.plan.lower_bound import lower_bound
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Kind, Plan
 from zinf_compile.plan.planners import PLANNERS, cached_prefetch
+from zinf_compile.plan.planners._start_early import as_early
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed
 from zinf_compile.plan.simulate import simulate, step_seconds
@@ -189,3 +191,32 @@ def test_a_farther_tier_that_is_offered_makes_no_step_slower(speed: float, tiers
     assert after < before if speed == 1.0 else after == before
     if after == before:
         assert not plan.local.stores
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=training_problems(blocks=(2, 6), tiers=(2,)), planner=st.sampled_from(["one_ahead", "greedy", "just_in_time"]))
+def test_shards_of_several_ranks_start_early_and_gathers_when_they_did(problem: StepProblem, planner: str) -> None:
+    if problem.world_size == 1:
+        return
+    plan = PLANNERS[planner](problem)
+    early = as_early(problem, plan)
+    assert verify(problem, early) == []
+    for before, after in zip(plan.local.fetches, early.local.fetches, strict=True):
+        assert after.start <= max(1, before.start)
+        assert dataclasses.replace(after, start=before.start) == before
+    for one, other in zip(plan.shared.gathers, early.shared.gathers, strict=True):
+        assert other in (one, dataclasses.replace(one, start=1))
+
+
+def test_a_shard_waits_for_its_gather_in_little_memory() -> None:
+    """Room for two gathered units and all shards: each shard comes before its unit is gathered."""
+    problem = training(1, 6, world=4, tiers=2, even=True, device=1.0, host=1.0, saved=False)
+    problem = dataclasses.replace(problem, allowed=Allowed(params=(Tier.HOST,), grads=(Tier.HOST,), states=(Tier.HOST,)))
+    largest, shards = max(unit.full_bytes for unit in problem.units), sum(unit.stored_bytes for unit in problem.units)
+    plain = PLANNERS["one_ahead"](problem)
+    least = int(occupied(problem, plain)[Tier.DEVICE].max())
+    problem = problem.with_budgets(device=least + shards)
+    assert shards < 2 * largest
+    early = as_early(problem, plain)
+    assert 3 * sum(row.start for row in early.local.fetches) < 2 * sum(row.start for row in plain.local.fetches)
+    assert early.shared == plain.shared

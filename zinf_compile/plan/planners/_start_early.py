@@ -52,9 +52,10 @@ def as_early(problem: StepProblem, plan: Plan) -> Plan:
     By the costs of the problem that may gain nothing. But links are often free when it doesn't say so, as while the gradients of
     the step before still leave. What the first region needs may be updated last then: as much as `AT_FIRST` largest units may be
     in front of it, and all else starts behind that region.
+
+    On several ranks a shard waits for its gather, which takes far more memory and starts when it did, or behind the first region:
+    rows that are looked up there would wait for all that is in front of them, on the same lanes.
     """
-    if problem.world_size > 1:
-        return plan
     free, homes = _Free(problem, plan), plan.local.homes.params
     found, ends = list(plan.local.fetches), dict[str, int]()
     reached, begun, later = 0, 0, dict[tuple[str, int], int]()
