@@ -82,8 +82,7 @@ def acted_plan(
     fetches += [row for row in base.local.fetches if row.kind is Kind.SAVED]  # graphs issue them behind those of units
     known = {unit.name for unit in problem.units if unit.is_gathered}
     shared = dataclasses.replace(base.shared, gathers=tuple(row for row in gathers if row.unit in known))
-    begins = problem.world_size == 1 and defers  # the next step beside the last ones
-    stores = base.local.stores if in_flight is None else _within(problem, base.local.stores, in_flight, begins=begins)
+    stores = base.local.stores if in_flight is None else _within(problem, base.local.stores, in_flight, begins=defers)
     return dataclasses.replace(base, shared=shared, local=dataclasses.replace(base.local, fetches=tuple(fetches), stores=stores))
 
 

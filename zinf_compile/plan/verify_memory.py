@@ -127,7 +127,7 @@ def _gradients(problem: StepProblem, plan: Plan, sums: _Sums) -> None:
             continue
         for (start, _), (leaving, due, _) in zip(made, stored[unit.name, device], strict=False):
             sums.regions(device, size, start, due)
-            if leaving == due == count:
+            if leaving == count and count in (start, due):  # else what it takes in the regions around covers the step
                 sums.step(device, size)
         for number, (start, due, to) in enumerate(stored[unit.name, device]):
             if to.in_memory and to == home:

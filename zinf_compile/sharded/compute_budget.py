@@ -303,7 +303,7 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
     others = max(0, later - beside - call.passing - call.outside)
     more = beside + call.passing + call.outside + others + user
     gradients = gradient_bytes(context, units_without_gradient(units))[Tier.DEVICE]
-    held = held_bytes(memory.ledger, more + gradients, cap, memory, begins=context.size == 1) + gradients
+    held = held_bytes(memory.ledger, more + gradients, cap, memory, begins=True) + gradients
     return Lack(
         needed=held + more,
         cap=cap,

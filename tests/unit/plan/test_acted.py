@@ -117,13 +117,12 @@ def test_reduced_gradients_leave_beside_compute_as_others_do(in_flight: int | No
 def test_the_next_step_begins_beside_the_last_gradients(world_size: int) -> None:
     problem = training(1, BLOCKS, tiers=2, even=True, device=1.0, host=1.0, world=world_size)
     homes = just_in_time(problem).local.homes
-    plan = acted_plan(problem, graph_plans(problem), homes, in_flight=10**6, defers=True)
+    plan = acted_plan(problem, graph_plans(problem, gathered=world_size > 1), homes, in_flight=10**6, defers=True)
     dues = {due for _, _, due in gradients_of(plan.local)}
-    assert max(dues) == 2 * BLOCKS + 1 if world_size == 1 else max(dues) <= 2 * BLOCKS
-    if world_size == 1:
-        assert verify(problem, plan) == []
-        held, occ = verify_memory.held(problem, plan), occupied(problem, plan)
-        assert all((held[tier] == occ[tier]).all() for tier in problem.tiers)
+    assert max(dues) == 2 * BLOCKS + 1
+    assert verify(problem, plan) == []
+    held, occ = verify_memory.held(problem, plan), occupied(problem, plan)
+    assert all((held[tier] == occ[tier]).all() for tier in problem.tiers)
 
 
 def graph_plans(problem: StepProblem, *, gathered: bool = False, path: tuple[Tier, ...] = (Tier.HOST, Tier.DEVICE)) -> list[Part]:
