@@ -195,7 +195,8 @@ class KeptGraph:
     def take(self, then: Then, program: Program) -> None:
         """Run a program that acts out another plan from the next call on."""
         assert self.live is not None, "it was scheduled"
-        self.planner.adopt(self.key, then.plan)
+        if self.together:  # else the plan may be held back, for this rank's room alone
+            self.planner.adopt(self.key, then.plan)
         self.live.replace(dataclasses.replace(program, buffers=self.live.program.buffers))
         self.problem, self.plan, self.members, self.handed = then.problem, then.plan, then.members, then.handed
         self.gm = self.gm if then.gm is None else then.gm
