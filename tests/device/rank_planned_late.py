@@ -1,4 +1,4 @@
-"""Graphs of several ranks planned by default within caps of the device, before and after plans are made again.
+"""Graphs of several ranks planned by default within caps of the device, before and after costs are measured.
 
 On one of several ranks.
 """
@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import late
-import pytest
 import torch
 from capped_run import Run, least_for
 
 import zinf_compile
 from zinf_compile.backend import replan
-from zinf_compile.plan.costs import LinkCost
 
 FAR = dict.fromkeys(("params", "grads", "optimizer"), "host")
 SIZES: dict[str, Any] = {"bucket": "16KiB", "compute_shape": {"piece_numel": 1 << 14}}
@@ -27,41 +25,34 @@ class Planned(NamedTuple):
     planners: set[str]
     cap: int
     peak: int
-    again: int
-    """Plans that were made again."""
     left: int
     """Bytes that a forward leaves for its backward."""
 
 
 def planned_within_caps(rank: int, size: int, name: str, options: dict[str, Any]) -> list[Planned]:
-    """Train within some caps, by slow links once these are measured; raise where bits differ from those without a cap."""
-    slow = LinkCost(1e6, 0.0)  # links of this device cost next to nothing
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replan, "link_costs", lambda records, links: {link.name: slow for link in links})
-        expected = _trained(Run(name, SIZES))[1]
-        least = least_for(name, {**SIZES, **options})
-        found = []
-        for part in (0, 2, 16):
-            cap = least + least * part // 16
-            run = Run(name, {**SIZES, **options, "device_memory": cap})
-            with late.delays(0.0005, seed=rank + part):
-                peak, values = _trained(run)
-            for key, value in values.items():
-                assert torch.equal(value, expected[key]), f"{key}, {part} of 16 more"
-            context = next(run.model.parameters())._zinf_unit.context  # type: ignore[attr-defined]
-            replanner = replan.replanner_of(context)
-            planners = {kept.plan.planner for kept in replanner._living()}
-            again = sum(line.startswith("planned again") for line in replanner.changes)
-            loss = run.call(*run.batch)
-            found.append(Planned(planners, cap, peak, again, context.full_copies.handed_on_bytes))
-            loss.backward()
-            del run, loss
+    """Train within some caps; raise where bits differ from those without a cap."""
+    expected = _trained(Run(name, SIZES))[1]
+    least = least_for(name, {**SIZES, **options})
+    found = []
+    for part in (0, 2, 16):
+        cap = least + least * part // 16
+        run = Run(name, {**SIZES, **options, "device_memory": cap})
+        with late.delays(0.0005, seed=rank + part):
+            peak, values = _trained(run)
+        for key, value in values.items():
+            assert torch.equal(value, expected[key]), f"{key}, {part} of 16 more"
+        context = next(run.model.parameters())._zinf_unit.context  # type: ignore[attr-defined]
+        planners = {kept.plan.planner for kept in replan.replanner_of(context)._living()}
+        loss = run.call(*run.batch)
+        found.append(Planned(planners, cap, peak, context.full_copies.handed_on_bytes))
+        loss.backward()
+        del run, loss
     assert late.defects() == [], late.defects()
     return found
 
 
 def _trained(run: Run) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return the bytes at the peak, and the parameters: after steps before plans are made again, and after it."""
+    """Return the bytes at the peak, and the parameters: of steps before costs are measured, and behind that."""
     peak = run.peak()
     for _ in range(replan.FIRST + replan.MEASURED):
         run.step()

@@ -51,11 +51,12 @@ def test_bits_under_plans_that_decide_everything(dtype: torch.dtype, examples: i
 def test_all_ranks_plan_again_alike_and_each_draws_its_step(tmp_path: Path) -> None:
     plain = run_ranks(train_on_a_slow_drive, 2, str(tmp_path), False)
     found = run_ranks(train_on_a_slow_drive, 2, str(tmp_path), True)
-    for (losses, changes, collectives, page), (expected, *_) in zip(found, plain, strict=True):
+    for (losses, changes, collectives, page, left), (expected, *_, nothing) in zip(found, plain, strict=True):
         assert losses == expected
         assert any(line.startswith(f"planned again after step {FIRST + MEASURED}") for line in changes)
         assert collectives == found[0][2]
         assert "measured / planned" in page
+        assert nothing == 0 < left, "shards stay between the graphs as they are planned then"
     assert "rank 1 of 2" in found[1][3]
 
 
