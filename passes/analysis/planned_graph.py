@@ -66,7 +66,7 @@ class PlannedGraph:
         rows = self._fetches.get((self.units.get(parameter, ""), to), ())
         gather = self.gather_of(parameter, region)
         if gather is not None:  # the shard is there while it is gathered
-            return next((row for row in rows if row.start <= gather.start < row.until), None)
+            return next((row for row in rows if row.serves(gather)), None)
         return next((row for row in rows if self._reads(row, region)), None)
 
     @cached_property

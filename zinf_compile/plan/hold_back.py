@@ -8,7 +8,7 @@ from collections.abc import Callable
 from zinf_compile.errors import BudgetError
 
 from .plan import Fetch, Gather, Kind, Plan
-from .planners._build import shortage
+from .planners._build import in_words, shortage
 from .problem import StepProblem
 
 Row = tuple[str, int]
@@ -25,10 +25,9 @@ def within_room(problem: StepProblem, plan: Plan) -> Plan:
         return plan
     found = hold_back(plan)
     if over := shortage(problem, found):
-        lines = ", ".join(f"{count:,} bytes of {tier}" for tier, count in over.items())
         raise BudgetError(
-            f"a graph that this rank compiles alone has {lines} too little for the units that stay gathered by the plan that all "
-            "ranks follow; compile for the largest batch first, or set planner='one_ahead', which keeps none"
+            f"a graph that this rank compiles alone has {in_words(over)} too little for the units that stay gathered by the plan "
+            "that all ranks follow; compile for the largest batch first, or set planner='one_ahead', which keeps none"
         )
     return found
 
@@ -59,7 +58,7 @@ def _later(plan: Plan, starts: dict[Row, int]) -> Callable[[Fetch], int]:
     def start(fetch: Fetch) -> int:
         if fetch.kind is not Kind.PARAM:
             return fetch.start
-        of = next((row for row in before.get(fetch.name, ()) if fetch.start <= row.start < fetch.until), None)
+        of = next((row for row in before.get(fetch.name, ()) if fetch.serves(row)), None)
         if of is None:
             return fetch.due
         return max(fetch.start, min(fetch.due, starts[of.unit, of.due]))

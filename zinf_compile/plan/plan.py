@@ -93,6 +93,10 @@ class Fetch:
     until: int
     """It is there for regions due … until - 1, and for transfers issued at boundaries start … until - 1."""
 
+    def serves(self, gather: Gather) -> bool:
+        """Say whether it is there for a gather of its unit to take."""
+        return self.start <= gather.start < self.until
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Store:

@@ -85,7 +85,7 @@ class _Fetches:
 
     def of(self, gather: Gather) -> Fetch | None:
         """Return the fetch of a gather; None where the shard lives on the device."""
-        return next((row for row in self._rows.get(gather.unit, ()) if row.start <= gather.start < row.until), None)
+        return next((row for row in self._rows.get(gather.unit, ()) if row.serves(gather)), None)
 
 
 __all__ = ["Side", "shards_between"]

@@ -176,9 +176,14 @@ def shortage(problem: StepProblem, plan: Plan) -> dict[Tier, int]:
 def checked(problem: StepProblem, plan: Plan) -> Plan:
     """Return the plan; raise `BudgetError` if it needs more than there is."""
     if over := shortage(problem, plan):
-        lines = ", ".join(f"{count:,} bytes of {tier}" for tier, count in over.items())
+        lines = in_words(over)
         raise BudgetError(f"planner {plan.planner!r} needs {lines} more than the budget; raise it, or take another planner")
     return plan
+
+
+def in_words(over: Mapping[Tier, int]) -> str:
+    """Return a `shortage` for messages."""
+    return ", ".join(f"{count:,} bytes of {tier}" for tier, count in over.items())
 
 
 def ahead_by(problem: StepProblem, homes: Homes, start_of: Mapping[tuple[str, int], int]) -> list[Stay]:
