@@ -101,7 +101,7 @@ class FullCopies:
 
     def take_shard(self, unit: object, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a shard that was handed on, for the current stream; None: it isn't there."""
-        return self._shards.take(unit, dtype) if self._shards else None
+        return self._shards.take(unit, dtype)
 
     def end_handed_on(self, but: Callable[[], Iterable[object]] = tuple) -> None:
         """Have no unit that was handed on, `but` those that the graph finds which is about to run."""
@@ -110,8 +110,10 @@ class FullCopies:
 
     def drop(self, unit: object) -> None:
         """Have no copy of a unit, or of its tiles, whose values are about to change."""
-        self._handed_on.drop(unit)
-        self._shards.drop(unit)
+        if self._handed_on.used:
+            self._handed_on.drop(unit)
+        if self._shards.used:
+            self._shards.drop(unit)
         if self._copies:
             with self._lock:
                 copy = self._copies.pop(unit, None)

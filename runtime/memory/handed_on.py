@@ -31,11 +31,13 @@ class Handed:
         """With the stream on which each was allocated and filled; None on the CPU."""
         self._tiles: weakref.WeakKeyDictionary[object, weakref.WeakSet[object]] = weakref.WeakKeyDictionary()
         """Of each unit, the tiles that were handed on."""
+        self.used = False
+        """Whether there may be one, for who asks at each parameter of a step."""
         self._lock = threading.RLock()  # a unit that is dropped may call from inside
 
     def __bool__(self) -> bool:
         """Say whether there is one."""
-        return bool(self._values)
+        return self.used and bool(self._values)
 
     def __contains__(self, unit: object) -> bool:
         """Say whether a unit's present values are there, in whatever type."""
@@ -44,6 +46,7 @@ class Handed:
     def keep(self, unit: object, value: torch.Tensor, *, tile: object | None = None) -> None:
         """Keep the values of a unit, or of a tile of it."""
         with self._lock:
+            self.used = True
             self._values[unit if tile is None else tile] = value, current_stream(value.device)
             if tile is not None:
                 self._tiles.setdefault(unit, weakref.WeakSet()).add(tile)
@@ -59,7 +62,7 @@ class Handed:
 
     def end(self, but: Callable[[], Iterable[object]] = tuple) -> None:
         """Have none, `but` those of the units that the graph finds which is about to run."""
-        if self._values:
+        if self.used:
             with self._lock:
                 ended = set(self._values) - set(but())
             for unit in ended:
@@ -67,16 +70,15 @@ class Handed:
 
     def drop(self, unit: object) -> None:
         """Have no values of a unit, or of its tiles, that are about to change."""
-        if self._values:
+        if self.used:
             with self._lock:
                 for tile in self._tiles.pop(unit, ()):
                     self.drop(tile)
                 self._values.pop(unit, None)
+                self.used = bool(self._values)
 
     @property
     def bytes(self) -> int:
         """The bytes of all of them."""
-        if not self._values:
-            return 0
         with self._lock:
             return sum(value.nbytes for value, _ in self._values.values())
