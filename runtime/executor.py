@@ -44,7 +44,7 @@ from .gather_steps import (
     perform_wait,
     perform_waits,
 )
-from .handles import ReduceHandle, Reduction
+from .handles import ReduceHandle, Reduction, unit_and_tile
 from .run import Run
 from .swap_steps import hop_out, perform_swap_in, perform_swap_out
 from .value_steps import (
@@ -138,8 +138,8 @@ def _release(step: Release, run: Run) -> None:
         return
     unit, full = run.units[slot], run.registers[step.full]
     if (run.program.key_of(slot), full.dtype) in run.handed.wanted and unit.backing is not None:
-        tile = unit if isinstance(unit, Tile) else None
-        run.context.full_copies.hand_on(unit if tile is None else tile.unit, full, tile=tile)
+        owner, tile = unit_and_tile(unit)
+        run.context.full_copies.hand_on(owner, full, tile=tile)
 
 
 def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:

@@ -16,7 +16,7 @@ from zinf_compile.runtime.units.swap import SwapHandle, bring
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
-from .handles import GatherHandle, HeldCopy
+from .handles import GatherHandle, HeldCopy, unit_and_tile
 from .run import Run
 
 Members = Sequence[tuple[int, int]]
@@ -88,9 +88,8 @@ def _hand_on_shards(members: Members, arriving: Sequence[SwapHandle | None], run
         if arrived is None or arrived.unit.backing is None or slot is None:
             continue
         if (program.key_of(slot), arrived.unit.dtype) in handed.wanted:
-            unit = arrived.unit
-            tile = unit if isinstance(unit, Tile) else None
-            run.context.full_copies.hand_on_shard(unit if tile is None else tile.unit, arrived.shard, tile=tile)
+            unit, tile = unit_and_tile(arrived.unit)
+            run.context.full_copies.hand_on_shard(unit, arrived.shard, tile=tile)
 
 
 def _unit_behind(source: int, run: Run) -> Unit | Tile:

@@ -37,6 +37,11 @@ class GatherHandle:
         """The type to cast the unit to, where that is another than it arrives in."""
 
 
+def unit_and_tile(unit: Unit | Tile) -> tuple[Unit, Tile | None]:
+    """Return a tile's unit and the tile, or the unit itself and None."""
+    return (unit.unit, unit) if isinstance(unit, Tile) else (unit, None)
+
+
 class HeldCopy:
     """In the place of a swap: the device has a full copy of the unit."""
 

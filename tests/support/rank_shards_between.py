@@ -61,7 +61,6 @@ class Case:
         self.rank, self.model = rank, Words(tied=tied)
         self.call: Any = torch.compile(self.model, backend=BACKEND, options={"bucket": 512, "timeout_s": 60, **options})
         self.optimizer = adamw(self.model.parameters())
-        self.left = 0
 
     @property
     def context(self) -> Context:
@@ -72,11 +71,11 @@ class Case:
         return F.cross_entropy(self.call(tokens).flatten(0, 1), tokens.flatten())
 
     def train(self, between: Callable[[int], object] = lambda step: None) -> Trained:
-        losses = []
+        losses, left = [], 0
         for step in range(STEPS):
             for part in range(2):
                 loss = self.loss(2 * step + part)
-                self.left = self.context.full_copies.handed_on_bytes
+                left = self.context.full_copies.handed_on_bytes
                 between(step)
                 loss.backward()
                 losses.append(loss.item())
@@ -84,7 +83,7 @@ class Case:
             self.optimizer.zero_grad()
         links = zinf_compile.stats(self.model)["links"]
         crossed = max(links[name]["bytes_last_step"] for name in links if name in ("host to device", "nvme to host"))
-        return Trained(losses, zinf_compile.full_state_dict(self.model), self.left, crossed)
+        return Trained(losses, zinf_compile.full_state_dict(self.model), left, crossed)
 
 
 def leaves_shards(rank: int, size: int, options: dict[str, Any], apart: bool, tied: bool) -> tuple[int, int, int, int]:

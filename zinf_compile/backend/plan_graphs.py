@@ -135,10 +135,12 @@ class GraphPlanner:
             plan = self.made_for(problem)
         check(problem, plan, planner=self.name)
         self.made.append((problem, plan))
-        side, found = side_of(problem, plan, members), frozenset[str]()
-        if is_backward and self._forward is not None:
-            found = shards_between(self._forward[0], side, between=CODE_BETWEEN * self._forward[1])
-        self._forward = (side, own.results) if self.leaves_shards else None
+        found = frozenset[str]()
+        if self.leaves_shards:
+            side = side_of(problem, plan, members)
+            if is_backward and self._forward is not None:
+                found = shards_between(self._forward[0], side, between=CODE_BETWEEN * self._forward[1])
+            self._forward = side, own.results
         if self._ranks is not None:
             placements = self.placements
             self.kept = KeptGraph(

@@ -84,5 +84,5 @@ def runner(
 
 def _found_by(program: Program, units: Mapping[int, Unit | Tile]) -> list[Unit | Tile]:
     """Return the units, and tiles, that a program finds on the device if the one before has left them there."""
-    found = {key for key, _ in program.finds | program.finds_planned}
+    found = {key for key, _ in program.finds}
     return [unit for register, unit in units.items() if program.key_of(register) in found]

@@ -150,8 +150,7 @@ def _shards_handed_on(problem: StepProblem, parts: Sequence[Part], fetches: Sequ
             last = max((row for row in rows if before.first <= row.due < begins), key=lambda row: row.due, default=None)
             first = min((row for row in rows if row.due >= begins), key=lambda row: row.due, default=None)
             if last is not None and first is not None:
-                gone = [row for row in found if row.name == name and begins <= row.due <= first.due]
-                found = [row for row in found if row not in gone]
+                found = [row for row in found if row.name != name or not begins <= row.due <= first.due]
                 found[found.index(last)] = dataclasses.replace(last, until=first.until)
     return found
 
